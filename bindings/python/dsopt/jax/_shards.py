@@ -153,16 +153,18 @@ class _Shards:
         return {entry.param: x for entry, x in zip(entries, state) if entry.name == name}
 
     def lamb(self, values, params, grads, state):
-        """Runs the engine's update with a trust ratio and a learning rate of 1, sums the norms of whole tensors from
-        it, and updates the weights."""
+        """Runs the engine's update on weights of zero, with a trust ratio and a learning rate of 1, so that the changes
+        are the directions without their weight decay, not rounded to the precision of the weights. Then adds the weight
+        decay, sums the norms of whole tensors, and updates the weights."""
         n, entries, step = len(params), self.recipe.layout.entries, self.by_name(state, "step")[-1]
-        recipe, given = _with_trust_of_1(self.local.recipe), _with_rate_of_1(values)
+        recipe, given = _of_direction(self.local.recipe), _values_of_direction(values)
         names = tuple(name for name in _call.OPTIONS if name in given)
         update = _call.Step(recipe, names, abi.DSOPT_STEP_DELTA, self.call.options, out=("float32",) * n)
         old = self.weights(params, state)
         ours = {(entry.name, entry.param): x for entry, x in zip(entries, state)}
-        done = update(*(given[x] for x in names), *old, *grads, *(ours[e.name, e.param] for e in recipe.layout.entries))
-        changes, report = done[:n], done[-1]
+        moments = [ours[entry.name, entry.param] for entry in recipe.layout.entries]
+        done = update(*(given[x] for x in names), *map(jnp.zeros_like, old), *grads, *moments)
+        changes, report = self.decayed(values, old, done[:n]), done[-1]
         ours.update({(e.name, e.param): x for e, x in zip(recipe.layout.entries, done[n:-1])})
 
         norms, _ = self.whole([*old, *changes])
@@ -192,32 +194,41 @@ class _Shards:
         place = _call.GROUP_REALS.index(name)
         return np.array([self.recipe.groups[param.group][1][place] for param in self.recipe.params], np.float32)
 
+    def each(self, values, name, of_double=np.array, of_float=lambda row: row):
+        """Returns a function of a hyper-parameter for each parameter: `of_double` of the group's, `of_float` of the one
+        in values["hyper"]."""
+        groups = np.array([param.group for param in self.recipe.params])
+        known = of_double(np.array([reals[_call.GROUP_REALS.index(name)] for _, reals in self.recipe.groups]))
+        known = known.astype(np.float32)
+        if "hyper" in values:
+            row = values["hyper"][:, getattr(abi, "DSOPT_HYPER_" + name.upper())]
+            known = jnp.where(jnp.isnan(row), known, of_float(row))
+        return known[groups]
+
+    def decayed(self, values, weights, changes):
+        """Returns the changes of a step without weight decay, with weight decay."""
+        factors = self.each(values, "weight_decay")
+        if isinstance(factors, np.ndarray) and not factors.any():
+            return changes
+        return [change - factors[i] * w.astype(jnp.float32) for i, (w, change) in enumerate(zip(weights, changes))]
+
     def rates(self, values, step):
         """Returns learning rate times bias correction for each parameter."""
-        groups = np.array([param.group for param in self.recipe.params])
-
-        def value(place, name, in_double):
-            known = in_double(np.array([reals[_call.GROUP_REALS.index(name)] for _, reals in self.recipe.groups]))
-            known = known.astype(np.float32)
-            if "hyper" not in values:
-                return known
-            row = values["hyper"][:, place]
-            return jnp.where(jnp.isnan(row), known, row if name == "lr" else jnp.log1p(row - 1))
-
         with np.errstate(divide="ignore"):
-            logs = [value(place, name, np.log)[groups] for place, name in ((1, "beta1"), (2, "beta2"))]
-        rate = (values["lr"] if "lr" in values else value(0, "lr", np.array))[groups]
+            logs = [self.each(values, name, np.log, lambda row: jnp.log1p(row - 1)) for name in ("beta1", "beta2")]
+        groups = np.array([param.group for param in self.recipe.params])
+        rate = values["lr"][groups] if "lr" in values else self.each(values, "lr")
         if self.recipe.groups[0][0][1] & abi.DSOPT_GROUP_NO_BIAS_CORRECTION:
             return rate
         c1, c2 = (-jnp.expm1((step + 1).astype(jnp.float32) * log) for log in logs)
         return rate * jnp.sqrt(c2) / c1
 
 
-def _with_trust_of_1(recipe):
-    """Returns a LAMB recipe whose update is the direction: its parameters are the masters."""
+def _of_direction(recipe):
+    """Returns a LAMB recipe whose update is the direction without weight decay: its parameters are the masters."""
     groups = []
     for numbers, reals in recipe.groups:
-        fields = dict(zip(_call.GROUP_REALS, reals), lr=1.0, min_trust=1.0, max_trust=1.0)
+        fields = dict(zip(_call.GROUP_REALS, reals), lr=1.0, weight_decay=0.0, min_trust=1.0, max_trust=1.0)
         flags = numbers[1] | abi.DSOPT_GROUP_NO_BIAS_CORRECTION
         groups.append(((numbers[0], flags, *numbers[2:]), tuple(fields[name] for name in _call.GROUP_REALS)))
     has_master = {entry.param for entry in recipe.layout.entries if entry.name in ("master", "remainder")}
@@ -228,14 +239,18 @@ def _with_trust_of_1(recipe):
     )
 
 
-def _with_rate_of_1(values):
-    """Returns the values with 1 for each learning rate, except rates for which the engine skips the step."""
-    one = lambda rate: jnp.where((rate >= 0) & jnp.isfinite(rate), 1.0, rate)
+def _values_of_direction(values):
+    """Returns the values with 1 for each learning rate and without weight decay, except values for which the engine
+    skips the step."""
+    legal = lambda x, value: jnp.where((x >= 0) & jnp.isfinite(x), value, x)
     given = dict(values)
     if "lr" in given:
-        given["lr"] = one(given["lr"])
+        given["lr"] = legal(given["lr"], 1.0)
     if "hyper" in given:
-        given["hyper"] = given["hyper"].at[:, abi.DSOPT_HYPER_LR].set(one(given["hyper"][:, abi.DSOPT_HYPER_LR]))
+        rows = given["hyper"]
+        for place, value in ((abi.DSOPT_HYPER_LR, 1.0), (abi.DSOPT_HYPER_WEIGHT_DECAY, 0.0)):
+            rows = rows.at[:, place].set(legal(rows[:, place], value))
+        given["hyper"] = rows
     return given
 
 

@@ -125,6 +125,19 @@ class Steps(unittest.TestCase):
                     # Masters that differ by 1e-7 can be on different sides of a tie.
                     self.check_close(parts[0], whole[0], 1e-6 if dtype == jnp.float32 else 2.0**-7)
 
+    def test_steps_of_lamb_on_large_weights_are_not_rounded_to_them(self):
+        for scale in (1e5, 1e8):
+            for dtype in (jnp.float32, jnp.bfloat16):
+                with self.subTest(scale, dtype=dtype):
+                    params, grads = sharded.tree(0, dtype, scale), sharded.tree(1)
+                    opt = FusedStep("lamb", 0.01, weight_decay=1 / scale, report_norms=True)
+                    step = jax.jit(opt.step)
+                    _, state, whole = step(params, grads, opt.init(params))
+                    p = sharded.placed(params, "4 x 2")
+                    _, shards, parts = step(p, sharded.placed(grads, "4 x 2"), opt.init(p))
+                    np.testing.assert_allclose(parts.values, whole.values, rtol=2e-6)
+                    self.check_close(shards["trust_ratio"], state["trust_ratio"], 2e-6)
+
     def test_reports_norms_of_whole_tensors(self):
         for dtype in (jnp.float32, jnp.bfloat16):
             with self.subTest(dtype):
