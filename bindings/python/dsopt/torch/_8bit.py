@@ -44,7 +44,8 @@ class AdamW8bit(AdamW):
                  min_8bit_size: int = MIN_8BIT_SIZE, *, is_paged: bool = False, percentile_clipping: int = 100,
                  block_wise: bool = True, stochastic_rounding: bool = False, seed: int = 0,
                  masters: Optional[str] = None, group: Any = None, shard: Any = False, average: bool = False,
-                 node_group: Any = None, max_grad_norm: float = 0.) -> None:
+                 node_group: Any = None, max_grad_norm: float = 0.,
+                 check_ranks: bool = False) -> None:
         given: Dict[str, Any] = {"is_paged": is_paged, "percentile_clipping": percentile_clipping}
         for name, (only, instead) in REFUSED.items():
             for where, value in (("", given.get(name, only)), ("args.", getattr(args, name, only))):
@@ -54,7 +55,8 @@ class AdamW8bit(AdamW):
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, stochastic_rounding=stochastic_rounding,
                          seed=seed, exp_avg_format="q8", exp_avg_sq_format="q8",
                          min_8bit_size=getattr(args, "min_8bit_size", min_8bit_size), masters=masters, group=group,
-                         shard=shard, average=average, node_group=node_group, max_grad_norm=max_grad_norm)
+                         shard=shard, average=average, node_group=node_group, max_grad_norm=max_grad_norm,
+                         check_ranks=check_ranks)
 
 
 class Adam8bit(AdamW8bit):
@@ -66,8 +68,10 @@ class Adam8bit(AdamW8bit):
                  min_8bit_size: int = MIN_8BIT_SIZE, *, is_paged: bool = False, percentile_clipping: int = 100,
                  block_wise: bool = True, stochastic_rounding: bool = False, seed: int = 0,
                  masters: Optional[str] = None, group: Any = None, shard: Any = False, average: bool = False,
-                 node_group: Any = None, max_grad_norm: float = 0.) -> None:
+                 node_group: Any = None, max_grad_norm: float = 0.,
+                 check_ranks: bool = False) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, optim_bits, args, min_8bit_size,
                          is_paged=is_paged, percentile_clipping=percentile_clipping, block_wise=block_wise,
                          stochastic_rounding=stochastic_rounding, seed=seed, masters=masters, group=group,
-                         shard=shard, average=average, node_group=node_group, max_grad_norm=max_grad_norm)
+                         shard=shard, average=average, node_group=node_group, max_grad_norm=max_grad_norm,
+                         check_ranks=check_ranks)

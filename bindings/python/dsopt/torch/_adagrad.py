@@ -63,8 +63,9 @@ class Adagrad(Torch, TorchAdagrad):
                  shard: Any = False,
                  average: bool = False,
                  node_group: Any = None,
-                 max_grad_norm: float = 0.) -> None:
-        self._begin_ranks(group, shard, average, node_group, max_grad_norm)
+                 max_grad_norm: float = 0.,
+                 check_ranks: bool = False) -> None:
+        self._begin_ranks(group, shard, average, node_group, max_grad_norm, check_ranks=check_ranks)
         self._init(TorchAdagrad,
                    params,
                    lr=lr,

@@ -110,8 +110,9 @@ class AdamW(Torch, TorchAdamW):
                  shard: Any = False,
                  average: bool = False,
                  node_group: Any = None,
-                 max_grad_norm: float = 0.) -> None:
-        self._begin_ranks(group, shard, average, node_group, max_grad_norm)
+                 max_grad_norm: float = 0.,
+                 check_ranks: bool = False) -> None:
+        self._begin_ranks(group, shard, average, node_group, max_grad_norm, check_ranks=check_ranks)
         self._init(TorchAdamW,
                    params,
                    lr=lr,
@@ -200,8 +201,9 @@ class Adam(Torch, TorchAdam):
                  shard: Any = False,
                  average: bool = False,
                  node_group: Any = None,
-                 max_grad_norm: float = 0.) -> None:
-        self._begin_ranks(group, shard, average, node_group, max_grad_norm)
+                 max_grad_norm: float = 0.,
+                 check_ranks: bool = False) -> None:
+        self._begin_ranks(group, shard, average, node_group, max_grad_norm, check_ranks=check_ranks)
         self._init(TorchAdam,
                    params,
                    lr=lr,

@@ -97,9 +97,10 @@ class EngineOptimizer(torch.optim.Optimizer):
         """Ignores the value that torch's constructors set; the property follows from `fused`."""
 
     def _begin_ranks(self, group: Any, shard: Any, average: Any, node_group: Any, max_grad_norm: Any = 0.0,
-                     split_matrices: Any = False) -> None:
+                     split_matrices: Any = False, check_ranks: Any = False) -> None:
         """Takes these arguments of the constructor."""
-        self._ranks = data_ranks_of(type(self), group, shard, average, node_group, max_grad_norm, split_matrices)
+        self._ranks = data_ranks_of(type(self), group, shard, average, node_group, max_grad_norm, split_matrices,
+                                    check_ranks)
         if self._ranks is not None:
             self._at_once = True  # the list of all ranks
             self._counts |= self._ranks.shards  # each parameter has state, so new ones are detected

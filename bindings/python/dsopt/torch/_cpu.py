@@ -81,8 +81,9 @@ class DeepSpeedCPUAdam(Offload, Named):
                  betas: Tuple[Any, Any] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0,
                  amsgrad: bool = False, adamw_mode: bool = True, fp32_optimizer_states: bool = True, *,
                  stochastic_rounding: bool = False, seed: int = 0, group: Any = None, shard: Any = False,
-                 average: bool = False, node_group: Any = None, max_grad_norm: float = 0.) -> None:
-        self._begin_ranks(group, shard, average, node_group, max_grad_norm)
+                 average: bool = False, node_group: Any = None, max_grad_norm: float = 0.,
+                 check_ranks: bool = False) -> None:
+        self._begin_ranks(group, shard, average, node_group, max_grad_norm, check_ranks=check_ranks)
         self.adam_w_mode, self._fp32_states = adamw_mode, bool(fp32_optimizer_states)
         self._start(model_params, None, amsgrad, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay,
                                                       bias_correction=bias_correction, amsgrad=amsgrad,
@@ -219,8 +220,10 @@ class DeepSpeedCPULion(Offload, Lion):
     def __init__(self, model_params: Any, lr: Any = 1e-3, betas: Tuple[Any, Any] = (0.9, 0.999),
                  weight_decay: float = 0, fp32_optimizer_states: bool = True, *, stochastic_rounding: bool = False,
                  seed: int = 0, group: Any = None, shard: Any = False, average: bool = False, node_group: Any = None,
-                 max_grad_norm: float = 0.) -> None:
+                 max_grad_norm: float = 0.,
+                 check_ranks: bool = False) -> None:
         self._fp32_states = bool(fp32_optimizer_states)
         super().__init__(model_params, lr, betas, weight_decay, stochastic_rounding=stochastic_rounding, seed=seed,
-                         group=group, shard=shard, average=average, node_group=node_group, max_grad_norm=max_grad_norm)
+                         group=group, shard=shard, average=average, node_group=node_group, max_grad_norm=max_grad_norm,
+                         check_ranks=check_ranks)
         self._number()

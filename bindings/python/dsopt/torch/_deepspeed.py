@@ -159,8 +159,9 @@ class FusedAdam(StepArguments, Named):
                  eps: float = 1e-8, adam_w_mode: bool = True, weight_decay: float = 0., amsgrad: bool = False,
                  set_grad_none: bool = True, *, compat: Optional[str] = None, stochastic_rounding: bool = False,
                  seed: int = 0, group: Any = None, shard: Any = False, average: bool = False, node_group: Any = None,
-                 max_grad_norm: float = 0.) -> None:
-        self._begin_ranks(group, shard, average, node_group, max_grad_norm)
+                 max_grad_norm: float = 0.,
+                 check_ranks: bool = False) -> None:
+        self._begin_ranks(group, shard, average, node_group, max_grad_norm, check_ranks=check_ranks)
         self.adam_w_mode, self.set_grad_none = 1 if adam_w_mode else 0, set_grad_none
         self._start(params, compat, amsgrad, dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps,
                                                   weight_decay=weight_decay, **defaults_of(stochastic_rounding, seed)))
@@ -194,10 +195,12 @@ class FusedLion(StepArguments, Lion):
 
     def __init__(self, params: Any, lr: Any = 1e-3, betas: Tuple[Any, Any] = (0.9, 0.999), weight_decay: float = 0.,
                  set_grad_none: bool = True, *, stochastic_rounding: bool = False, seed: int = 0, group: Any = None,
-                 shard: Any = False, average: bool = False, node_group: Any = None, max_grad_norm: float = 0.) -> None:
+                 shard: Any = False, average: bool = False, node_group: Any = None, max_grad_norm: float = 0.,
+                 check_ranks: bool = False) -> None:
         self.set_grad_none = set_grad_none
         super().__init__(params, lr, betas, weight_decay, stochastic_rounding=stochastic_rounding, seed=seed,
-                         group=group, shard=shard, average=average, node_group=node_group, max_grad_norm=max_grad_norm)
+                         group=group, shard=shard, average=average, node_group=node_group, max_grad_norm=max_grad_norm,
+                         check_ranks=check_ranks)
 
     def __getstate__(self) -> Dict[str, Any]:
         return {**super().__getstate__(), "set_grad_none": self.set_grad_none}
@@ -255,8 +258,9 @@ class FusedLamb(TrustRatios, Named):
                  group: Any = None,
                  shard: Any = False,
                  average: bool = False,
-                 node_group: Any = None) -> None:
-        self._begin_ranks(group, shard, average, node_group)
+                 node_group: Any = None,
+                 check_ranks: bool = False) -> None:
+        self._begin_ranks(group, shard, average, node_group, check_ranks=check_ranks)
         self.eps_mode = 0 if eps_inside_sqrt else 1
         self._start(
             params, compat, amsgrad,

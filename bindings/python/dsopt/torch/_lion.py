@@ -48,8 +48,9 @@ class Lion(EngineOptimizer):
                  shard: Any = False,
                  average: bool = False,
                  node_group: Any = None,
-                 max_grad_norm: float = 0.) -> None:
-        self._begin_ranks(group, shard, average, node_group, max_grad_norm)
+                 max_grad_norm: float = 0.,
+                 check_ranks: bool = False) -> None:
+        self._begin_ranks(group, shard, average, node_group, max_grad_norm, check_ranks=check_ranks)
         if not 0.0 <= lr:
             raise ValueError("Invalid learning rate: {}".format(lr))
         for i, beta in enumerate(betas):

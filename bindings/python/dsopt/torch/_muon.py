@@ -97,8 +97,9 @@ class Muon(EngineOptimizer):
                  average: bool = False,
                  node_group: Any = None,
                  split_matrices: bool = False,
-                 max_grad_norm: float = 0.) -> None:
-        self._begin_ranks(group, shard, average, node_group, max_grad_norm, split_matrices)
+                 max_grad_norm: float = 0.,
+                 check_ranks: bool = False) -> None:
+        self._begin_ranks(group, shard, average, node_group, max_grad_norm, split_matrices, check_ranks=check_ranks)
         extra = defaults_of(stochastic_rounding, seed, {FIRST: exp_avg_format}, masters=masters)
         more = {"ns_schedule": (ns_schedule, "constant"), "ns_dtype": (ns_dtype, "bfloat16")}
         extra.update((key, value) for key, (value, default) in more.items() if value != default)

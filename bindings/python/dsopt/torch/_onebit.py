@@ -66,6 +66,7 @@ MORE = """
     node_group          process group of the ranks of this node, which exchange gradients in full precision; `group` has
                         the ranks with the same rank in their nodes, which exchange bits, and may be left out if there
                         is one node. None: one level. Not with compat="deepspeed"
+    check_ranks         True: ranks compare their calls before each step, and all raise if they differ
     """
 FREEZE = """
     freeze_step         number of full-precision steps, in which the gradients are averaged and the variance is adapted.
@@ -430,8 +431,9 @@ class OnebitAdam(Onebit):
                  compat: Optional[str] = None,
                  stochastic_rounding: bool = False,
                  shard: Any = False,
-                 node_group: Any = None) -> None:
-        self._begin_nodes(group, shard, node_group)
+                 node_group: Any = None,
+                 check_ranks: bool = False) -> None:
+        self._begin_nodes(group, shard, node_group, check_ranks)
         self.freeze_step = freeze_step
         self._begin(params, compat, group, deepspeed, lr, betas, eps, weight_decay, bias_correction, eps_inside_sqrt,
                     max_grad_norm, amsgrad, cuda_aware, comm_backend_name, stochastic_rounding)
@@ -484,8 +486,9 @@ class ZeroOneAdam(Onebit):
                  compat: Optional[str] = None,
                  stochastic_rounding: bool = False,
                  shard: Any = False,
-                 node_group: Any = None) -> None:
-        self._begin_nodes(group, shard, node_group)
+                 node_group: Any = None,
+                 check_ranks: bool = False) -> None:
+        self._begin_nodes(group, shard, node_group, check_ranks)
         self.var_freeze_step, self.var_update_scaler = var_freeze_step, var_update_scaler
         self.local_step_scaler, self.local_step_clipper = local_step_scaler, local_step_clipper
         self._begin(params, compat, group, deepspeed, lr, betas, eps, weight_decay, bias_correction, eps_inside_sqrt,
@@ -546,8 +549,9 @@ class OnebitLamb(TrustRatios, Onebit):
                  compat: Optional[str] = None,
                  stochastic_rounding: bool = False,
                  shard: Any = False,
-                 node_group: Any = None) -> None:
-        self._begin_nodes(group, shard, node_group)
+                 node_group: Any = None,
+                 check_ranks: bool = False) -> None:
+        self._begin_nodes(group, shard, node_group, check_ranks)
         self.freeze_step, self.coeff_beta = freeze_step, coeff_beta
         self.factor_max, self.factor_min, self.factor_threshold = factor_max, factor_min, factor_threshold
         self._begin(params, compat, group, deepspeed, lr, betas, eps, weight_decay, bias_correction, eps_inside_sqrt,

@@ -42,12 +42,14 @@ class OnebitRanks(Averaged):
     """Base class of the 1-bit family."""
 
     _nodes: Optional[DataRanks] = None  # with node_group
+    _checks_ranks = False
     _comm: Optional[Comm] = None
     _comm_backend_name: str
     _engine: Any
 
-    def _begin_nodes(self, group: Any, shard: Any, node_group: Any) -> None:
+    def _begin_nodes(self, group: Any, shard: Any, node_group: Any, check_ranks: bool) -> None:
         """Takes these arguments of the constructor."""
+        self._checks_ranks = bool(check_ranks)
         name, flags = type(self).__name__, flags_of_shard(type(self), shard)
         if flags and self._algorithm == abi.DSOPT_ALGORITHM_ZERO_ONE_ADAM:
             raise unsupported("%s: 0/1 Adam is not sharded; leave shard out" % name)
@@ -80,6 +82,8 @@ class OnebitRanks(Averaged):
             rank, ranks, node_ranks = self._nodes.numbers()
         if comms and self._engine is None:
             desc.flags |= abi.DSOPT_OPTIMIZER_AVERAGES
+        if comms and self._checks_ranks:
+            desc.flags |= abi.DSOPT_OPTIMIZER_CHECK_RANKS
         self._comm = next((comm for comm in comms if comm.ranks > 1), None)
         self._rank_key = "" if ranks == 1 else "_rank%dof%d" % (rank, ranks)
         if node_ranks > 1:

@@ -35,6 +35,8 @@ ROWS = {
     "split_matrices": "True: each of the ranks, with node_group of the ranks of the node, orthogonalises some of the "
                       "matrices, and gets the others from the other ranks",
     "max_grad_norm": "with average=True: largest L2 norm of the averaged gradients; 0 = off",
+    "check_ranks": "True: the ranks compare their calls before each step, and all raise if they differ, such as in a "
+                   "gradient that is None on one rank. Costs one small all-reduce",
 }
 
 
@@ -180,7 +182,8 @@ def flags_of_shard(kind: type, shard: Any) -> int:
 
 
 def data_ranks_of(kind: type, group: Any, shard: Any, average: Any, node_group: Any,
-                  max_grad_norm: Any = 0.0, split_matrices: Any = False) -> Optional[DataRanks]:
+                  max_grad_norm: Any = 0.0, split_matrices: Any = False,
+                  check_ranks: Any = False) -> Optional[DataRanks]:
     """Returns the ranks of an optimizer of this class with these arguments; None: it does without other ranks."""
     name = kind.__name__
     flags = flags_of_shard(kind, shard) | (abi.DSOPT_OPTIMIZER_AVERAGES if average else 0)
@@ -189,7 +192,7 @@ def data_ranks_of(kind: type, group: Any, shard: Any, average: Any, node_group: 
     if not 0 <= norm < float("inf"):
         raise wrong("%s: max_grad_norm is %r, and must be a finite number, not negative" % (name, max_grad_norm))
     if not flags:
-        for argument, value in (("group", group), ("node_group", node_group)):
+        for argument, value in (("group", group), ("node_group", node_group), ("check_ranks", check_ranks or None)):
             if value is not None:
                 raise unsupported("%s: %s has no effect without %s; leave it out" %
                                   (name, argument, "shard or average" if kind.__name__ != "Muon" else
@@ -199,4 +202,6 @@ def data_ranks_of(kind: type, group: Any, shard: Any, average: Any, node_group: 
                           "torch.nn.utils.clip_grad_norm_" % name)
     if shard == "node" and node_group is None:
         raise wrong("%s: shard='node' needs node_group, the process group of the ranks of this node" % name)
-    return DataRanks(flags, group, node_group, norm) if flags else None
+    if not flags:
+        return None
+    return DataRanks(flags | (abi.DSOPT_OPTIMIZER_CHECK_RANKS if check_ranks else 0), group, node_group, norm)

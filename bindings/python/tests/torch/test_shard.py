@@ -19,7 +19,7 @@ from support import VERSION, TestCase, child, main, params_of, run_ranks, run_sa
 
 import dsopt
 from dsopt.torch import (SGD, Adagrad, Adam, Adam8bit, AdamW, AdamW8bit, DeepSpeedCPUAdam, DeepSpeedCPULion,
-                         FusedAdam, FusedLamb, FusedLion, Lion)
+                         FusedAdam, FusedLamb, FusedLion, Lion, Muon, OnebitAdam)
 
 dist = torch.distributed
 GLOO = dist.is_available() and dist.is_gloo_available()
@@ -357,6 +357,38 @@ def compares_ranks(rank):
         same(params, before)
 
 
+def compares_ranks_in_each_step(rank):
+    """With check_ranks: all ranks refuse steps in which one differs, and then go on together."""
+    for kind, options in ((AdamW, dict(shard=True)), (FusedLamb, dict(shard=True)), (Muon, dict(split_matrices=True)),
+                          (AdamW, dict(average=True)), (OnebitAdam, dict(comm_backend_name="gloo"))):
+        params = params_of((5, 4), (70, 60))
+        optimizer = kind(params, lr=0.01, check_ranks=True, **options)
+        give(gradients(params, 1), params)
+        optimizer.step()
+        before = [param.detach().clone() for param in params]
+        if rank == 0:
+            optimizer.param_groups[0]["lr"] = 0.5
+        refuses_on_all_ranks(optimizer, "lr of group 0 is ")
+        optimizer.param_groups[0]["lr"] = 0.01
+        if "average" not in options and kind is not OnebitAdam:  # there a missing gradient counts as zeros
+            if rank == 0:
+                params[0].grad = None
+            refuses_on_all_ranks(optimizer, r"the gradient of 'param_groups\[0\]\['params'\]\[0\]' is")
+        same(params, before)
+        give(gradients(params, 2), params)
+        optimizer.step()
+        check.assertFalse(torch.equal(params[0], before[0]))
+    params = params_of((5, 4))
+    with check.assertRaisesRegex(NotImplementedError, "AdamW: check_ranks has no effect without shard or average"):
+        AdamW(params, check_ranks=True)
+
+
+def refuses_on_all_ranks(optimizer, pattern):
+    with check.assertRaisesRegex(dsopt.Error, pattern) as caught:
+        optimizer.step()
+    check.assertIn("DSOPT_ERR_MISMATCH", str(caught.exception))
+
+
 def state_dicts(rank):
     params = params_of(*SHAPES)
     optimizer = AdamW(params, lr=0.01, shard=True)
@@ -501,6 +533,7 @@ FILES = {what: [functools.partial(case, name=name) for name in SAVED] for what, 
                                                                                          ("load", load_case))}
 BOTH = [under_ddp_has_the_bits_of_the_whole_state, memory_orders, complex_parameters, skips_with_found_inf,
         grad_scaler_under_ddp, averages_of_16_bit_are_the_same_in_parts, refuses_grad_scaler, compares_ranks,
+        compares_ranks_in_each_step,
         state_dicts, dtensors_are_refused, program_of_the_readme]
 BOTH += [functools.partial(has_the_bits_of_the_whole_state, name=name) for name in RULES]
 BOTH += [functools.partial(averages_in_rank_order, name=name, shard=shard) for shard in (False, True)

@@ -74,6 +74,7 @@ class OneProcess(TestCase):
             name = kind.__name__
             self.refuses(unsupported, name + ": group has no effect without shard or average", kind, params, group=1)
             self.refuses(unsupported, name + ": node_group has no effect", kind, params, node_group=1)
+            self.refuses(unsupported, name + ": check_ranks has no effect", kind, params, check_ranks=True)
             self.refuses(ValueError, name + ": shard is 'data', and must be False, True or 'node'", kind, params,
                          shard="data")
             self.refuses(ValueError, name + ": shard='node' needs node_group", kind, params, shard="node")
