@@ -177,19 +177,23 @@ TEST_F(FormatRefusals, RanksWithDifferentFormats) {
     struct Rank {
         int32_t format, masters, flags;
     };
-    const std::pair<Rank, Rank> pairs[] = {
-        {{kE4m3, DSOPT_MASTERS_PER_TENSOR, 0}, {kQ8, DSOPT_MASTERS_PER_TENSOR, 0}},
-        {{kBf16, DSOPT_MASTERS_PER_TENSOR, 0}, {kRandom, DSOPT_MASTERS_PER_TENSOR, 0}},
-        {{kE4m3, DSOPT_MASTERS_PER_TENSOR, 0}, {kE4m3, DSOPT_MASTERS_PER_TENSOR, DSOPT_PARAM_F32_MOMENTS}},
-        {{kE4m3, DSOPT_MASTERS_PER_TENSOR, 0}, {kE4m3, DSOPT_MASTERS_REMAINDER, 0}}};
-    for (const auto &pair : pairs)
+    struct Pair {
+        Rank first, second;
+        const char *text;
+    };
+    const Pair pairs[] = {
+        {{kE4m3, DSOPT_MASTERS_PER_TENSOR, 0}, {kQ8, DSOPT_MASTERS_PER_TENSOR, 0}, "exp_avg_format"},
+        {{kBf16, DSOPT_MASTERS_PER_TENSOR, 0}, {kRandom, DSOPT_MASTERS_PER_TENSOR, 0}, "exp_avg_format"},
+        {{kE4m3, DSOPT_MASTERS_PER_TENSOR, 0}, {kE4m3, DSOPT_MASTERS_PER_TENSOR, DSOPT_PARAM_F32_MOMENTS}, "'weight'"},
+        {{kE4m3, DSOPT_MASTERS_PER_TENSOR, 0}, {kE4m3, DSOPT_MASTERS_REMAINDER, 0}, "masters"}};
+    for (const Pair &pair : pairs)
         with_ranks(2, [&](int rank, const Context &context, const Comm &comm) {
             const Rank &own = rank == 0 ? pair.first : pair.second;
             dsopt_optimizer_desc desc = desc_with(comm, DSOPT_COMPAT_NONE, DSOPT_OPTIMIZER_CHECK_RANKS);
             desc.masters = own.masters;
             Trainer trainer(context, desc, group(DSOPT_ALGORITHM_LION, own.format, kF32),
                             {{Array(DSOPT_DTYPE_BF16, 300, 1), "weight", own.flags}});
-            if (!refused(trainer.step({Array(DSOPT_DTYPE_BF16, 300, 1)}), DSOPT_ERR_MISMATCH, "weight"))
+            if (!refused(trainer.step({Array(DSOPT_DTYPE_BF16, 300, 1)}), DSOPT_ERR_MISMATCH, pair.text))
                 throw std::runtime_error("accepted, or another text: " + std::string(dsopt_last_error()));
         });
 }
