@@ -330,6 +330,22 @@ typedef struct dsopt_context_desc {
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_context_create(const dsopt_context_desc *desc, dsopt_context **ctx);
 
+/** What a context was made with, where dsopt_context_desc leaves a choice. Since: 0.3 */
+typedef struct dsopt_context_info {
+    size_t size;
+    /** enum dsopt_backend. */
+    int32_t backend;
+    /** CUDA ordinal; 0 on the CPU. */
+    int32_t device;
+    /** Number of work items per step, and of threads that run them, calling thread included. */
+    int32_t threads;
+    /** Highest level passed to `log`. */
+    int32_t log_level;
+} dsopt_context_info;
+
+/** Backend, threads and log level. `info->size` must be set. @return DSOPT_OK. Thread-safety: any. Since: 0.3 */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_context_query(const dsopt_context *ctx, dsopt_context_info *info);
+
 /** Release the handle. Never blocks. */
 DSOPT_API void dsopt_context_destroy(dsopt_context *ctx);
 

@@ -36,6 +36,7 @@ typedef struct dsopt_dl {
     const char *(*dsopt_status_name)(dsopt_status status);
     const char *(*dsopt_last_error)(void);
     DSOPT_CHECK dsopt_status (*dsopt_context_create)(const dsopt_context_desc *desc, dsopt_context **ctx);
+    DSOPT_CHECK dsopt_status (*dsopt_context_query)(const dsopt_context *ctx, dsopt_context_info *info);
     void (*dsopt_context_destroy)(dsopt_context *ctx);
     DSOPT_CHECK dsopt_status (*dsopt_group_init)(dsopt_group *group, size_t size, int32_t algorithm);
     DSOPT_CHECK dsopt_status (*dsopt_optimizer_create)(dsopt_context *ctx, const dsopt_optimizer_desc *desc,
@@ -151,6 +152,7 @@ DSOPT_CHECK static inline const char *dsopt_dl_load(dsopt_dl *dl, const char *pa
         {"the library has no dsopt_status_name", offsetof(dsopt_dl, dsopt_status_name)},
         {"the library has no dsopt_last_error", offsetof(dsopt_dl, dsopt_last_error)},
         {"the library has no dsopt_context_create", offsetof(dsopt_dl, dsopt_context_create)},
+        {"the library has no dsopt_context_query", offsetof(dsopt_dl, dsopt_context_query)},
         {"the library has no dsopt_context_destroy", offsetof(dsopt_dl, dsopt_context_destroy)},
         {"the library has no dsopt_group_init", offsetof(dsopt_dl, dsopt_group_init)},
         {"the library has no dsopt_optimizer_create", offsetof(dsopt_dl, dsopt_optimizer_create)},

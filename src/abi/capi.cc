@@ -279,6 +279,9 @@ dsopt_status dsopt_context_create(const dsopt_context_desc *desc, dsopt_context 
         *ctx = new dsopt_context{std::move(object)};
     });
 }
+dsopt_status dsopt_context_query(const dsopt_context *ctx, dsopt_context_info *info) {
+    return fence([&] { write_struct(info, object_of(ctx, "ctx")->info(), "dsopt_context_info"); });
+}
 void dsopt_context_destroy(dsopt_context *ctx) {
     run_without_status([&] { delete ctx; });
 }

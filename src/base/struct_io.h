@@ -9,6 +9,7 @@ namespace dsopt {
 /// sizeof of every growable struct in version 0.2. A shorter struct is refused.
 template <class T> struct FirstSize;
 template <> struct FirstSize<dsopt_context_desc> { static constexpr size_t value = 80; };
+template <> struct FirstSize<dsopt_context_info> { static constexpr size_t value = 24; };
 template <> struct FirstSize<dsopt_group> { static constexpr size_t value = 144; };
 template <> struct FirstSize<dsopt_optimizer_desc> { static constexpr size_t value = 96; };
 template <> struct FirstSize<dsopt_state_info> { static constexpr size_t value = 72; };

@@ -23,6 +23,8 @@ public:
 
     [[gnu::format(printf, 3, 4)]] void log(int32_t level, const char *format, ...) const noexcept;
 
+    dsopt_context_info info() const { return {0, desc_.backend, desc_.device, threads_, log_level_}; }
+
     /// Throws DSOPT_ERR_FORKED in a child of the process that created the context.
     void check_process() const;
 

@@ -49,7 +49,7 @@ public:
                                                     &Calls::destroy,
                                                     &Calls::without_objects,
                                                     &Calls::fail_allocations,
-                                                    &Calls::query_comm,
+                                                    &Calls::query,
                                                     &Calls::ranks};
         create_context();
         for (int i = 0; choose.are_left() && i < kMaxCalls; ++i) (this->*kAll[choose.below(int(std::size(kAll)))])();
@@ -433,7 +433,10 @@ private:
         if (o == nullptr || counted("retain", dsopt_optimizer_retain(o->handle.get(), &other)) != DSOPT_OK) return;
         retained.push_back(test::Optimizer(other));
     }
-    void query_comm() {
+    void query() {
+        DSOPT_NEW(dsopt_context_info, about);
+        if (!contexts.empty())
+            (void)counted("context_query", dsopt_context_query(contexts.back().handle.get(), &about));
         DSOPT_NEW(dsopt_comm_info, info);
         if (comms.empty()) return;
         dsopt_comm *const comm = comms[index_of(comms)].get();

@@ -100,6 +100,7 @@ template <class Hooks> void set_hooks(dsopt_context_desc &desc, Hooks &hooks) no
 } // namespace detail
 
 /* ---------------------------------------------------------------------------------------------------------- context */
+using context_info = dsopt_context_info;
 struct context_options {
     dsopt::backend backend = dsopt::backend::cpu;
     std::int32_t device = 0;
@@ -139,6 +140,13 @@ public:
     static context adopt(dsopt_context *handle) noexcept { return context(handle); }
     dsopt_context *get() const noexcept { return handle_.get(); }
     explicit operator bool() const noexcept { return handle_ != nullptr; }
+
+    /// Backend, number of threads, log level. Any thread.
+    context_info info() const {
+        context_info info = detail::desc_of<context_info>();
+        detail::check(dsopt_context_query(get(), &info));
+        return info;
+    }
 
     /// Fills the memory of the entries with zeros.
     void zero_grad(span<const tensor> grads, void *stream = nullptr) const {

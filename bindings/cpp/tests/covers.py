@@ -11,7 +11,7 @@ import sys
 SAME_NAME = {"dsopt_status_code", "dsopt_report_index", "dsopt_hyper_index", "dsopt_skip", "dsopt_phase",
              "dsopt_collective", "dsopt_nonfinite_kind", "dsopt_state_flags"}
 RETURNED = {"dsopt_report", "dsopt_scaler_info", "dsopt_schedule_info", "dsopt_state_info", "dsopt_comm_info",
-            "dsopt_norm_result", "dsopt_tensor"}
+            "dsopt_context_info", "dsopt_norm_result", "dsopt_tensor"}
 
 FILLED = {"size", "algorithm"}  # set by desc_of and by dsopt_group_init
 

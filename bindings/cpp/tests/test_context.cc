@@ -37,4 +37,13 @@ TEST(CppContext, OperatesOnListsWithoutOptimizer) {
     EXPECT_REFUSED(ctx.norm({dsopt::view(y)}, nullptr), dsopt::argument_error, "result");
 }
 
+TEST(CppContext, ReportsItsThreads) {
+    dsopt::context_options options;
+    options.threads = 3;
+    const dsopt::context_info info = dsopt::context(options).info();
+    EXPECT_EQ(info.threads, 3);
+    EXPECT_EQ(info.backend, DSOPT_BACKEND_CPU);
+    EXPECT_GT(dsopt::context().info().threads, 0);
+}
+
 } // namespace context_tests

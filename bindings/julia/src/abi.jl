@@ -255,6 +255,14 @@ Base.@kwdef struct dsopt_context_desc
     reserved::Int32 = 0
 end
 
+Base.@kwdef struct dsopt_context_info
+    size::UInt64 = 24
+    backend::Int32 = 0
+    device::Int32 = 0
+    threads::Int32 = 0
+    log_level::Int32 = 0
+end
+
 Base.@kwdef struct dsopt_group
     size::UInt64 = 224
     algorithm::Int32 = 0
@@ -501,10 +509,10 @@ end
 
 # The functions of the library. Their addresses are looked up when the package is loaded: the library may be anywhere.
 # A Ref or an Array can be passed for a pointer to a struct. A call keeps it alive, but not the targets of its pointers.
-const ADDRESSES = fill(C_NULL, 60)
+const ADDRESSES = fill(C_NULL, 61)
 const NAMES = (
     :dsopt_version, :dsopt_abi_version, :dsopt_build_info, :dsopt_status_name, :dsopt_last_error, :dsopt_context_create,
-    :dsopt_context_destroy, :dsopt_group_init, :dsopt_optimizer_create, :dsopt_optimizer_destroy,
+    :dsopt_context_query, :dsopt_context_destroy, :dsopt_group_init, :dsopt_optimizer_create, :dsopt_optimizer_destroy,
     :dsopt_optimizer_retain, :dsopt_optimizer_add_group, :dsopt_optimizer_add_params, :dsopt_optimizer_set,
     :dsopt_optimizer_get, :dsopt_optimizer_count, :dsopt_optimizer_state_count, :dsopt_optimizer_state,
     :dsopt_optimizer_shard, :dsopt_optimizer_export, :dsopt_optimizer_import, :dsopt_optimizer_export_f32,
@@ -549,233 +557,237 @@ function dsopt_context_create(desc, ctx)
     return ccall(ADDRESSES[6], Int32, (Ptr{dsopt_context_desc}, Ptr{Ptr{Cvoid}}), desc, ctx)
 end
 
+function dsopt_context_query(ctx, info)
+    return ccall(ADDRESSES[7], Int32, (Ptr{Cvoid}, Ptr{dsopt_context_info}), ctx, info)
+end
+
 function dsopt_context_destroy(ctx)
-    return ccall(ADDRESSES[7], Cvoid, (Ptr{Cvoid},), ctx)
+    return ccall(ADDRESSES[8], Cvoid, (Ptr{Cvoid},), ctx)
 end
 
 function dsopt_group_init(group, size, algorithm)
-    return ccall(ADDRESSES[8], Int32, (Ptr{dsopt_group}, UInt64, Int32), group, size, algorithm)
+    return ccall(ADDRESSES[9], Int32, (Ptr{dsopt_group}, UInt64, Int32), group, size, algorithm)
 end
 
 function dsopt_optimizer_create(ctx, desc, opt)
-    return ccall(ADDRESSES[9], Int32, (Ptr{Cvoid}, Ptr{dsopt_optimizer_desc}, Ptr{Ptr{Cvoid}}), ctx, desc, opt)
+    return ccall(ADDRESSES[10], Int32, (Ptr{Cvoid}, Ptr{dsopt_optimizer_desc}, Ptr{Ptr{Cvoid}}), ctx, desc, opt)
 end
 
 function dsopt_optimizer_destroy(opt)
-    return ccall(ADDRESSES[10], Cvoid, (Ptr{Cvoid},), opt)
+    return ccall(ADDRESSES[11], Cvoid, (Ptr{Cvoid},), opt)
 end
 
 function dsopt_optimizer_retain(opt, other)
-    return ccall(ADDRESSES[11], Int32, (Ptr{Cvoid}, Ptr{Ptr{Cvoid}}), opt, other)
+    return ccall(ADDRESSES[12], Int32, (Ptr{Cvoid}, Ptr{Ptr{Cvoid}}), opt, other)
 end
 
 function dsopt_optimizer_add_group(opt, group, params, count)
-    return ccall(ADDRESSES[12], Int32, (Ptr{Cvoid}, Ptr{dsopt_group}, Ptr{dsopt_param}, Int64), opt, group, params,
+    return ccall(ADDRESSES[13], Int32, (Ptr{Cvoid}, Ptr{dsopt_group}, Ptr{dsopt_param}, Int64), opt, group, params,
                  count)
 end
 
 function dsopt_optimizer_add_params(opt, params, count)
-    return ccall(ADDRESSES[13], Int32, (Ptr{Cvoid}, Ptr{dsopt_param}, Int64), opt, params, count)
+    return ccall(ADDRESSES[14], Int32, (Ptr{Cvoid}, Ptr{dsopt_param}, Int64), opt, params, count)
 end
 
 function dsopt_optimizer_set(opt, group, key, value)
-    return ccall(ADDRESSES[14], Int32, (Ptr{Cvoid}, Int32, Int32, Float64), opt, group, key, value)
+    return ccall(ADDRESSES[15], Int32, (Ptr{Cvoid}, Int32, Int32, Float64), opt, group, key, value)
 end
 
 function dsopt_optimizer_get(opt, group, key, value)
-    return ccall(ADDRESSES[15], Int32, (Ptr{Cvoid}, Int32, Int32, Ptr{Float64}), opt, group, key, value)
+    return ccall(ADDRESSES[16], Int32, (Ptr{Cvoid}, Int32, Int32, Ptr{Float64}), opt, group, key, value)
 end
 
 function dsopt_optimizer_count(opt, groups, params)
-    return ccall(ADDRESSES[16], Int32, (Ptr{Cvoid}, Ptr{Int64}, Ptr{Int64}), opt, groups, params)
+    return ccall(ADDRESSES[17], Int32, (Ptr{Cvoid}, Ptr{Int64}, Ptr{Int64}), opt, groups, params)
 end
 
 function dsopt_optimizer_state_count(opt, count)
-    return ccall(ADDRESSES[17], Int32, (Ptr{Cvoid}, Ptr{Int64}), opt, count)
+    return ccall(ADDRESSES[18], Int32, (Ptr{Cvoid}, Ptr{Int64}), opt, count)
 end
 
 function dsopt_optimizer_state(opt, index, info)
-    return ccall(ADDRESSES[18], Int32, (Ptr{Cvoid}, Int64, Ptr{dsopt_state_info}), opt, index, info)
+    return ccall(ADDRESSES[19], Int32, (Ptr{Cvoid}, Int64, Ptr{dsopt_state_info}), opt, index, info)
 end
 
 function dsopt_optimizer_shard(opt, param, rank, begin_, numel)
-    return ccall(ADDRESSES[19], Int32, (Ptr{Cvoid}, Int64, Int32, Ptr{Int64}, Ptr{Int64}), opt, param, rank, begin_,
+    return ccall(ADDRESSES[20], Int32, (Ptr{Cvoid}, Int64, Int32, Ptr{Int64}, Ptr{Int64}), opt, param, rank, begin_,
                  numel)
 end
 
 function dsopt_optimizer_export(opt, index, host, bytes)
-    return ccall(ADDRESSES[20], Int32, (Ptr{Cvoid}, Int64, Ptr{Cvoid}, UInt64), opt, index, host, bytes)
-end
-
-function dsopt_optimizer_import(opt, index, host, bytes)
     return ccall(ADDRESSES[21], Int32, (Ptr{Cvoid}, Int64, Ptr{Cvoid}, UInt64), opt, index, host, bytes)
 end
 
-function dsopt_optimizer_export_f32(opt, index, host, count)
-    return ccall(ADDRESSES[22], Int32, (Ptr{Cvoid}, Int64, Ptr{Float32}, Int64), opt, index, host, count)
+function dsopt_optimizer_import(opt, index, host, bytes)
+    return ccall(ADDRESSES[22], Int32, (Ptr{Cvoid}, Int64, Ptr{Cvoid}, UInt64), opt, index, host, bytes)
 end
 
-function dsopt_optimizer_import_f32(opt, index, host, count)
+function dsopt_optimizer_export_f32(opt, index, host, count)
     return ccall(ADDRESSES[23], Int32, (Ptr{Cvoid}, Int64, Ptr{Float32}, Int64), opt, index, host, count)
 end
 
+function dsopt_optimizer_import_f32(opt, index, host, count)
+    return ccall(ADDRESSES[24], Int32, (Ptr{Cvoid}, Int64, Ptr{Float32}, Int64), opt, index, host, count)
+end
+
 function dsopt_optimizer_bind(opt, what, list, count)
-    return ccall(ADDRESSES[24], Int32, (Ptr{Cvoid}, Int32, Ptr{dsopt_tensor}, Int64), opt, what, list, count)
+    return ccall(ADDRESSES[25], Int32, (Ptr{Cvoid}, Int32, Ptr{dsopt_tensor}, Int64), opt, what, list, count)
 end
 
 function dsopt_optimizer_reset(opt, what, stream)
-    return ccall(ADDRESSES[25], Int32, (Ptr{Cvoid}, Int32, Ptr{Cvoid}), opt, what, stream)
+    return ccall(ADDRESSES[26], Int32, (Ptr{Cvoid}, Int32, Ptr{Cvoid}), opt, what, stream)
 end
 
 function dsopt_optimizer_step(opt, step)
-    return ccall(ADDRESSES[26], Int32, (Ptr{Cvoid}, Ptr{dsopt_step}), opt, step)
-end
-
-function dsopt_optimizer_apply(opt, step)
     return ccall(ADDRESSES[27], Int32, (Ptr{Cvoid}, Ptr{dsopt_step}), opt, step)
 end
 
+function dsopt_optimizer_apply(opt, step)
+    return ccall(ADDRESSES[28], Int32, (Ptr{Cvoid}, Ptr{dsopt_step}), opt, step)
+end
+
 function dsopt_optimizer_workspace(opt, bytes)
-    return ccall(ADDRESSES[28], Int32, (Ptr{Cvoid}, Ptr{UInt64}), opt, bytes)
+    return ccall(ADDRESSES[29], Int32, (Ptr{Cvoid}, Ptr{UInt64}), opt, bytes)
 end
 
 function dsopt_optimizer_init_state(opt, params, count, state, state_count, stream)
-    return ccall(ADDRESSES[29], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Ptr{dsopt_tensor}, Int64, Ptr{Cvoid}),
+    return ccall(ADDRESSES[30], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Ptr{dsopt_tensor}, Int64, Ptr{Cvoid}),
                  opt, params, count, state, state_count, stream)
 end
 
 function dsopt_optimizer_accumulate(opt, grads, count, stream)
-    return ccall(ADDRESSES[30], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Ptr{Cvoid}), opt, grads, count, stream)
+    return ccall(ADDRESSES[31], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Ptr{Cvoid}), opt, grads, count, stream)
 end
 
 function dsopt_optimizer_next_reduction(opt, call, reduction)
-    return ccall(ADDRESSES[31], Int32, (Ptr{Cvoid}, Int64, Ptr{Int32}), opt, call, reduction)
+    return ccall(ADDRESSES[32], Int32, (Ptr{Cvoid}, Int64, Ptr{Int32}), opt, call, reduction)
 end
 
 function dsopt_optimizer_next_reduction_on_device(opt, schedule, reduction, stream)
-    return ccall(ADDRESSES[32], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Ptr{Int32}, Ptr{Cvoid}), opt, schedule,
+    return ccall(ADDRESSES[33], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Ptr{Int32}, Ptr{Cvoid}), opt, schedule,
                  reduction, stream)
 end
 
 function dsopt_schedule_decode(opt, words, info)
-    return ccall(ADDRESSES[33], Int32, (Ptr{Cvoid}, Ptr{Int32}, Ptr{dsopt_schedule_info}), opt, words, info)
+    return ccall(ADDRESSES[34], Int32, (Ptr{Cvoid}, Ptr{Int32}, Ptr{dsopt_schedule_info}), opt, words, info)
 end
 
 function dsopt_optimizer_report(opt, report)
-    return ccall(ADDRESSES[34], Int32, (Ptr{Cvoid}, Ptr{dsopt_report}), opt, report)
+    return ccall(ADDRESSES[35], Int32, (Ptr{Cvoid}, Ptr{dsopt_report}), opt, report)
 end
 
 function dsopt_optimizer_save(opt, path, io)
-    return ccall(ADDRESSES[35], Int32, (Ptr{Cvoid}, Cstring, Ptr{dsopt_io}), opt, path, io)
-end
-
-function dsopt_optimizer_load(opt, path, io)
     return ccall(ADDRESSES[36], Int32, (Ptr{Cvoid}, Cstring, Ptr{dsopt_io}), opt, path, io)
 end
 
+function dsopt_optimizer_load(opt, path, io)
+    return ccall(ADDRESSES[37], Int32, (Ptr{Cvoid}, Cstring, Ptr{dsopt_io}), opt, path, io)
+end
+
 function dsopt_scaler_create(ctx, desc, scaler)
-    return ccall(ADDRESSES[37], Int32, (Ptr{Cvoid}, Ptr{dsopt_scaler_desc}, Ptr{Ptr{Cvoid}}), ctx, desc, scaler)
+    return ccall(ADDRESSES[38], Int32, (Ptr{Cvoid}, Ptr{dsopt_scaler_desc}, Ptr{Ptr{Cvoid}}), ctx, desc, scaler)
 end
 
 function dsopt_scaler_destroy(scaler)
-    return ccall(ADDRESSES[38], Cvoid, (Ptr{Cvoid},), scaler)
+    return ccall(ADDRESSES[39], Cvoid, (Ptr{Cvoid},), scaler)
 end
 
 function dsopt_scaler_detach(scaler)
-    return ccall(ADDRESSES[39], Int32, (Ptr{Cvoid},), scaler)
+    return ccall(ADDRESSES[40], Int32, (Ptr{Cvoid},), scaler)
 end
 
 function dsopt_scaler_device_scale(scaler)
-    return ccall(ADDRESSES[40], Ptr{Float32}, (Ptr{Cvoid},), scaler)
+    return ccall(ADDRESSES[41], Ptr{Float32}, (Ptr{Cvoid},), scaler)
 end
 
 function dsopt_scaler_set(scaler, what, value, stream)
-    return ccall(ADDRESSES[41], Int32, (Ptr{Cvoid}, Int32, Float64, Ptr{Cvoid}), scaler, what, value, stream)
+    return ccall(ADDRESSES[42], Int32, (Ptr{Cvoid}, Int32, Float64, Ptr{Cvoid}), scaler, what, value, stream)
 end
 
 function dsopt_scaler_update(scaler, overflow, stream)
-    return ccall(ADDRESSES[42], Int32, (Ptr{Cvoid}, Ptr{Int32}, Ptr{Cvoid}), scaler, overflow, stream)
+    return ccall(ADDRESSES[43], Int32, (Ptr{Cvoid}, Ptr{Int32}, Ptr{Cvoid}), scaler, overflow, stream)
 end
 
 function dsopt_scaler_query(scaler, info)
-    return ccall(ADDRESSES[43], Int32, (Ptr{Cvoid}, Ptr{dsopt_scaler_info}), scaler, info)
+    return ccall(ADDRESSES[44], Int32, (Ptr{Cvoid}, Ptr{dsopt_scaler_info}), scaler, info)
 end
 
 function dsopt_scaler_scale_loss(scaler, loss, stream)
-    return ccall(ADDRESSES[44], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Ptr{Cvoid}), scaler, loss, stream)
+    return ccall(ADDRESSES[45], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Ptr{Cvoid}), scaler, loss, stream)
 end
 
 function dsopt_scaler_init_state(scaler, state, count, stream)
-    return ccall(ADDRESSES[45], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Ptr{Cvoid}), scaler, state, count, stream)
+    return ccall(ADDRESSES[46], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Ptr{Cvoid}), scaler, state, count, stream)
 end
 
 function dsopt_scaler_update_arrays(scaler, state, count, overflow, stream)
-    return ccall(ADDRESSES[46], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Ptr{Int32}, Ptr{Cvoid}), scaler, state,
+    return ccall(ADDRESSES[47], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Ptr{Int32}, Ptr{Cvoid}), scaler, state,
                  count, overflow, stream)
 end
 
 function dsopt_scaler_decode(words, info)
-    return ccall(ADDRESSES[47], Int32, (Ptr{Int32}, Ptr{dsopt_scaler_info}), words, info)
+    return ccall(ADDRESSES[48], Int32, (Ptr{Int32}, Ptr{dsopt_scaler_info}), words, info)
 end
 
 function dsopt_comm_unique_id(kind, id, bytes)
-    return ccall(ADDRESSES[48], Int32, (Int32, Ptr{Cvoid}, Ptr{UInt64}), kind, id, bytes)
+    return ccall(ADDRESSES[49], Int32, (Int32, Ptr{Cvoid}, Ptr{UInt64}), kind, id, bytes)
 end
 
 function dsopt_comm_create(ctx, desc, comm)
-    return ccall(ADDRESSES[49], Int32, (Ptr{Cvoid}, Ptr{dsopt_comm_desc}, Ptr{Ptr{Cvoid}}), ctx, desc, comm)
+    return ccall(ADDRESSES[50], Int32, (Ptr{Cvoid}, Ptr{dsopt_comm_desc}, Ptr{Ptr{Cvoid}}), ctx, desc, comm)
 end
 
 function dsopt_comm_query(comm, info)
-    return ccall(ADDRESSES[50], Int32, (Ptr{Cvoid}, Ptr{dsopt_comm_info}), comm, info)
+    return ccall(ADDRESSES[51], Int32, (Ptr{Cvoid}, Ptr{dsopt_comm_info}), comm, info)
 end
 
 function dsopt_comm_all_reduce(comm, list, count, op, stream)
-    return ccall(ADDRESSES[51], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Int32, Ptr{Cvoid}), comm, list, count, op,
+    return ccall(ADDRESSES[52], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Int32, Ptr{Cvoid}), comm, list, count, op,
                  stream)
 end
 
 function dsopt_comm_abort(comm)
-    return ccall(ADDRESSES[52], Cvoid, (Ptr{Cvoid},), comm)
-end
-
-function dsopt_comm_destroy(comm)
     return ccall(ADDRESSES[53], Cvoid, (Ptr{Cvoid},), comm)
 end
 
+function dsopt_comm_destroy(comm)
+    return ccall(ADDRESSES[54], Cvoid, (Ptr{Cvoid},), comm)
+end
+
 function dsopt_zero_grad(ctx, grads, count, how, stream)
-    return ccall(ADDRESSES[54], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Int32, Ptr{Cvoid}), ctx, grads, count,
+    return ccall(ADDRESSES[55], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Int32, Ptr{Cvoid}), ctx, grads, count,
                  how, stream)
 end
 
 function dsopt_tensors_norm(ctx, list, count, norm, max_norm, comm, result, stream)
-    return ccall(ADDRESSES[55], Int32,
+    return ccall(ADDRESSES[56], Int32,
                  (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Int32, Float64, Ptr{Cvoid}, Ptr{dsopt_norm_result}, Ptr{Cvoid}),
                  ctx, list, count, norm, max_norm, comm, result, stream)
 end
 
 function dsopt_tensors_axpby(ctx, a, x, b, y, count, stream)
-    return ccall(ADDRESSES[56], Int32,
+    return ccall(ADDRESSES[57], Int32,
                  (Ptr{Cvoid}, Ptr{Float32}, Ptr{dsopt_tensor}, Float32, Ptr{dsopt_tensor}, Int64, Ptr{Cvoid}), ctx, a,
                  x, b, y, count, stream)
 end
 
 function dsopt_tensors_clamp(ctx, list, count, limit, stream)
-    return ccall(ADDRESSES[57], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Float64, Ptr{Cvoid}), ctx, list, count,
+    return ccall(ADDRESSES[58], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Float64, Ptr{Cvoid}), ctx, list, count,
                  limit, stream)
 end
 
 function dsopt_compressed_sizes(comm, args, worker, server, workspace)
-    return ccall(ADDRESSES[58], Int32, (Ptr{Cvoid}, Ptr{dsopt_compressed}, Ptr{Int64}, Ptr{Int64}, Ptr{UInt64}), comm,
+    return ccall(ADDRESSES[59], Int32, (Ptr{Cvoid}, Ptr{dsopt_compressed}, Ptr{Int64}, Ptr{Int64}, Ptr{UInt64}), comm,
                  args, worker, server, workspace)
 end
 
 function dsopt_compressed_allreduce(comm, args)
-    return ccall(ADDRESSES[59], Int32, (Ptr{Cvoid}, Ptr{dsopt_compressed}), comm, args)
+    return ccall(ADDRESSES[60], Int32, (Ptr{Cvoid}, Ptr{dsopt_compressed}), comm, args)
 end
 
 function dsopt_compressed_errors(comm, args, worker, server)
-    return ccall(ADDRESSES[60], Int32, (Ptr{Cvoid}, Ptr{dsopt_compressed}, Ptr{Float32}, Ptr{Float32}), comm, args,
+    return ccall(ADDRESSES[61], Int32, (Ptr{Cvoid}, Ptr{dsopt_compressed}, Ptr{Float32}, Ptr{Float32}), comm, args,
                  worker, server)
 end
 
@@ -783,6 +795,7 @@ end
 const LAYOUT = (
     (dsopt_tensor, 24, (0, 8, 16, 20)),
     (dsopt_context_desc, 80, (0, 8, 12, 16, 20, 24, 32, 40, 48, 56, 64, 72, 76)),
+    (dsopt_context_info, 24, (0, 8, 12, 16, 20)),
     (dsopt_group, 224, (0, 8, 12, 16, 24, 32, 40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120, 128, 136, 144, 152, 160, 168, 176, 180, 184, 192, 200, 208, 212, 216, 220)),
     (dsopt_param, 80, (0, 24, 32, 40, 44, 48, 56, 60, 64, 72)),
     (dsopt_optimizer_desc, 96, (0, 8, 12, 16, 20, 24, 32, 40, 48, 56, 64, 72, 76, 80, 88)),

@@ -107,7 +107,16 @@ kind_of(::Scaler) = "scaler"
 kind_of(::Comm) = "comm"
 for type in (:Context, :Scaler, :Comm)
     @eval Base.close(object::$type) = close(object.handle)
-    @eval Base.show(io::IO, object::$type) = print(io, $type, object.handle.closed ? "(closed)" : "(...)")
+    @eval Base.show(io::IO, object::$type) = print(io, $type, object.handle.closed ? "(closed)" : shown(object))
+end
+shown(::Union{Scaler,Comm}) = "(...)"
+shown(context::Context) = "(threads = $(threads(context)))"
+
+"""Number of work items per step, and of threads that run them, calling thread included."""
+function threads(context::Context)
+    info = Ref(ABI.dsopt_context_info())
+    use(pointer -> check(ABI.dsopt_context_query(pointer, info)), context)
+    return Int(info[].threads)
 end
 
 # Calls that wait for other ranks. If another thread collects garbage meanwhile, it would wait for this thread, and this

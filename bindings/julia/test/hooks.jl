@@ -13,6 +13,8 @@
     end
     @test steps(Context(threads = 3, parallel_for = counted)) == steps(Context())
     @test calls[] > 0
+    @test Dsopt.threads(Context(threads = 3)) == 3
+    @test repr(Context(threads = 2)) == "Context(threads = 2)"
 
     # The call rethrows an exception of a hook, and the objects stay usable.
     fail = Ref(true)

@@ -72,10 +72,14 @@ class Context(Handle):
             abi.lib.dsopt_context_create, byref(desc), destroy=abi.lib.dsopt_context_destroy, needed=self.hooks
         )
 
+        info = abi.dsopt_context_info()
+        abi.check(abi.lib.dsopt_context_query(self.handle, byref(info)))
+        self.threads = int(info.threads)
+
     def _shown(self) -> str:
         if self.backend != "cpu":
             return "%s:%d" % (self.backend, self.device)
-        return "cpu, %s" % (counted(self.threads, "thread") if self.threads else "all threads")
+        return "cpu, %s" % counted(self.threads, "thread")
 
 
 PROFILES = {

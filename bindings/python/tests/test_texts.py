@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Representations of objects, and error texts."""
 
+import os
 import unittest
 
 import numpy as np
@@ -16,10 +17,11 @@ class Representations(unittest.TestCase):
         scaler, comm = dsopt.Scaler(context, profile="fused"), dsopt.Comm.single(context)
         opt = dsopt.Optimizer({"w": w}, dsopt.AdamW(), context=context)
         opt.add_group(dsopt.Lamb(), {"b": np.zeros(2, np.float32)})
+        threads = int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
         reduce = dsopt.CompressedAllReduce(comm, [w])
         for thing, text in (
             (context, "<dsopt.Context: cpu, 2 threads>"),
-            (dsopt.Context(), "<dsopt.Context: cpu, all threads>"),
+            (dsopt.Context(), "<dsopt.Context: cpu, %d thread" % threads),
             (scaler, "<dsopt.Scaler: profile 'fused' on cpu, 2 threads>"),
             (comm, "<dsopt.Comm: rank 0 of 1>"),
             (opt, "<dsopt.Optimizer: AdamW, Lamb, 2 parameters with 14 elements on cpu, 2 threads>"),

@@ -66,6 +66,33 @@ TEST_F(DefaultThreads, FollowEnvironment) {
     EXPECT_EQ(default_pieces(), 2);
 }
 
+TEST_F(DefaultThreads, AreReported) {
+    const auto info_of = [](const dsopt_context_desc &desc) {
+        const Context context = make_context(desc);
+        DSOPT_NEW(dsopt_context_info, info);
+        EXPECT_OK(dsopt_context_query(context.get(), &info));
+        return info;
+    };
+    ASSERT_EQ(::setenv("OMP_NUM_THREADS", "3", 1), 0);
+    dsopt_context_desc desc = context_desc(0);
+    EXPECT_EQ(info_of(desc).threads, 3);
+    desc.threads = 2;
+    desc.log_level = DSOPT_LOG_INFO;
+    const dsopt_context_info info = info_of(desc);
+    EXPECT_EQ(info.threads, 2);
+    EXPECT_EQ(info.log_level, DSOPT_LOG_INFO);
+    EXPECT_EQ(info.backend, DSOPT_BACKEND_CPU);
+    EXPECT_EQ(info.device, 0);
+    EXPECT_EQ(info.size, sizeof info);
+
+    const Context context = make_context();
+    DSOPT_NEW(dsopt_context_info, given);
+    EXPECT_TRUE(refused(dsopt_context_query(nullptr, &given), DSOPT_ERR_ARGUMENT, "ctx is NULL"));
+    EXPECT_TRUE(refused(dsopt_context_query(context.get(), nullptr), DSOPT_ERR_ARGUMENT, "dsopt_context_info is NULL"));
+    given.size = 8;
+    EXPECT_TRUE(refused(dsopt_context_query(context.get(), &given), DSOPT_ERR_VERSION, "dsopt_context_info.size is 8"));
+}
+
 TEST_F(DefaultThreads, EqualUsableProcessorsWithoutEnvironment) {
     cpu_set_t all;
     ASSERT_EQ(::sched_getaffinity(0, sizeof all, &all), 0);

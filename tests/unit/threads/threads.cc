@@ -363,6 +363,8 @@ TEST(Fork, ChildCanOnlyDestroyCommsAndScalers) {
         dsopt_scaler *other_scaler = nullptr;
         expect(dsopt_comm_create(context.get(), nullptr, &other_comm) == DSOPT_ERR_FORKED);
         expect(dsopt_scaler_create(context.get(), nullptr, &other_scaler) == DSOPT_ERR_FORKED);
+        DSOPT_NEW(dsopt_context_info, about);
+        expect(dsopt_context_query(context.get(), &about) == DSOPT_ERR_FORKED);
         DSOPT_NEW(dsopt_comm_info, info);
         dsopt_norm_result result;
         expect(dsopt_comm_query(comm, &info) == DSOPT_ERR_FORKED);

@@ -385,6 +385,17 @@ const _: () = assert!(std::mem::size_of::<dsopt_context_desc>() == 80);
 
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
+pub struct dsopt_context_info {
+    pub size: usize,
+    pub backend: i32,
+    pub device: i32,
+    pub threads: i32,
+    pub log_level: i32,
+}
+const _: () = assert!(std::mem::size_of::<dsopt_context_info>() == 24);
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
 pub struct dsopt_group {
     pub size: usize,
     pub algorithm: i32,
@@ -725,6 +736,10 @@ extern "C" {
         desc: *const dsopt_context_desc,
         ctx: *mut *mut dsopt_context,
     ) -> dsopt_status;
+    pub fn dsopt_context_query(
+        ctx: *const dsopt_context,
+        info: *mut dsopt_context_info,
+    ) -> dsopt_status;
     pub fn dsopt_context_destroy(ctx: *mut dsopt_context);
     pub fn dsopt_group_init(group: *mut dsopt_group, size: usize, algorithm: i32) -> dsopt_status;
     pub fn dsopt_optimizer_create(
@@ -975,6 +990,7 @@ crate::dl::functions! {
         desc: *const dsopt_context_desc,
         ctx: *mut *mut dsopt_context,
     ) -> dsopt_status;
+    fn dsopt_context_query(ctx: *const dsopt_context, info: *mut dsopt_context_info) -> dsopt_status;
     fn dsopt_context_destroy(ctx: *mut dsopt_context);
     fn dsopt_group_init(group: *mut dsopt_group, size: usize, algorithm: i32) -> dsopt_status;
     fn dsopt_optimizer_create(

@@ -51,6 +51,16 @@ fn layout_of_context_desc() {
 }
 
 #[test]
+fn layout_of_context_info() {
+    assert_eq!(size_of::<dsopt_context_info>(), 24);
+    assert_eq!(field!(dsopt_context_info, size), (0, 8));
+    assert_eq!(field!(dsopt_context_info, backend), (8, 4));
+    assert_eq!(field!(dsopt_context_info, device), (12, 4));
+    assert_eq!(field!(dsopt_context_info, threads), (16, 4));
+    assert_eq!(field!(dsopt_context_info, log_level), (20, 4));
+}
+
+#[test]
 fn layout_of_group() {
     assert_eq!(size_of::<dsopt_group>(), 224);
     assert_eq!(field!(dsopt_group, size), (0, 8));

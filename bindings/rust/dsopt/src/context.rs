@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-use crate::error::owned;
+use crate::error::{check, owned};
 use crate::{panics, sys, Error, Result};
 use std::ffi::{c_void, CStr};
 use std::fmt;
@@ -94,6 +94,16 @@ impl Context {
         self.inner.cuda
     }
 
+    /// Number of work items per step, and of threads that run them, calling thread included.
+    pub fn threads(&self) -> usize {
+        let mut info = sys::zeroed!(dsopt_context_info);
+        // SAFETY: the handle lives; any thread may query.
+        match check(unsafe { sys::dsopt_context_query(self.inner.handle.as_ptr(), &mut info) }) {
+            Ok(()) => usize::try_from(info.threads).unwrap_or(0),
+            Err(_) => 0, // in a child of fork()
+        }
+    }
+
     /// Refuses CUDA, for functions with arguments or results in host memory, which is backend memory only on the CPU.
     pub(crate) fn host_only(&self, what: &str) -> Result<()> {
         if self.is_cuda() {
@@ -106,7 +116,7 @@ impl Context {
 
 impl fmt::Debug for Context {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        out.debug_struct("Context").field("cuda", &self.inner.cuda).finish_non_exhaustive()
+        out.debug_struct("Context").field("cuda", &self.is_cuda()).field("threads", &self.threads()).finish_non_exhaustive()
     }
 }
 

@@ -76,6 +76,8 @@ fn step_matches_adamw_in_f64() {
         bias_correction: true,
     };
     let ctx = Context::builder().threads(2).build().unwrap();
+    assert_eq!(ctx.threads(), 2);
+    assert!(format!("{ctx:?}").contains("threads: 2"), "{ctx:?}");
     let mut opt = Optimizer::builder(&ctx).max_norm(1.0).build().unwrap();
     opt.add_group(&GROUP, &params(Dtype::F32)).unwrap();
     let mut p = start();
