@@ -11,7 +11,7 @@ from . import _abi as abi
 from ._arrays import refuse
 from ._lists import TensorList, Watch, pins_of
 from ._params import Arrays, in_order
-from ._state import BoundState, structs_of
+from ._state import BoundState, StateList, structs_of
 
 
 class Bound:
@@ -137,3 +137,13 @@ class Bound:
         arrays = list(self._bound_state_arrays.values())
         self.state.watch = Watch(arrays)
         self.state.owners = owners, pins_of(arrays)  # last, because the old watch reads the old arrays
+
+
+class ApplyLists:
+    """The lists and the workspace of one call of Optimizer.apply, which later calls use again. `key`: what the lists
+    depend on."""
+
+    def __init__(self, bound: Bound, optimizer: Any, key: Tuple[int, int]) -> None:
+        self.key, self.state = key, StateList(optimizer)
+        self.params, self.grads, self.out = map(bound.list, ("params", "grads", "out"))
+        self.space: Any = b""

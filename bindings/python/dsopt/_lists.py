@@ -13,7 +13,7 @@ from array import array as words_of
 from typing import Any, Callable, List, Optional, Sequence, Tuple
 
 from . import _abi as abi
-from ._arrays import FLOATS, refuse, require, tensor_of
+from ._arrays import FLOATS, Tensor, refuse, require, tensor_of
 
 _first_byte = ctypes.c_char.from_buffer  # refuses read-only and non-contiguous memory
 _dtype_of, _shape_of = operator.attrgetter("dtype"), operator.attrgetter("shape")
@@ -108,6 +108,8 @@ class TensorList:
     An absent array has the sizes and the dtype of its parameter: with averages they say what the other ranks send.
     """
 
+    _may_be_absent = True
+
     def __init__(
         self,
         label: str,
@@ -176,18 +178,10 @@ class TensorList:
         owners: List[Any] = [arrays]
         for i, array in enumerate(arrays):
             place = self.struct[i]
-            if array is None:
+            if array is None and self._may_be_absent:
                 place.data, place.numel, place.dtype = None, math.prod(self._shapes[i]), self._absent[i]
                 continue
-            tensor = tensor_of(array, self.name(i), stream=stream)
-            require(
-                tensor,
-                self.name(i),
-                context=self._context,
-                write=write or self._write,
-                dtypes=FLOATS,
-                shape=self._shapes[i],
-            )
+            tensor = self._tensor(i, array, stream, write or self._write)
             place.data, place.numel, place.dtype = tensor.address if tensor.numel else None, tensor.numel, tensor.dtype
             owners.append(tensor.owner)
         self._writes = write or self._write
@@ -200,6 +194,13 @@ class TensorList:
         if all(array is None or type(array) is self._ndarray for array in arrays):
             self._pin(arrays)
         return owners
+
+    def _tensor(self, i: int, array: Any, stream: Optional[int], write: bool) -> Tensor:
+        """Returns array number i, after a check."""
+        tensor = tensor_of(array, self.name(i), stream=stream)
+        return require(
+            tensor, self.name(i), context=self._context, write=write, dtypes=FLOATS, shape=self._shapes[i]
+        )
 
     def _pin(self, arrays: Sequence[Any]) -> None:
         died = self._died.append

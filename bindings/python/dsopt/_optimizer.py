@@ -11,7 +11,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 from . import _abi as abi
 from . import _nvidia
 from ._arrays import DTYPE_SIZES, refuse, require, require_stream, tensor_of
-from ._bound import Bound
+from ._bound import ApplyLists, Bound
 from ._double_arrays import Doubles, check_overlaps, is_double, placed
 from ._comm import Comm
 from ._errors import ArgumentTypeError
@@ -22,7 +22,7 @@ from ._handles import Context, Scaler, default_context
 from ._hooks import gate, gated
 from ._params import Arrays, Param, in_order, named, scalars, unboxed
 from ._report import Report, report_of
-from ._state import BoundState, State, allocate, structs_of
+from ._state import BoundState, State, allocate, count_of, structs_of
 
 COMPAT = {"none": abi.DSOPT_COMPAT_NONE, "deepspeed": abi.DSOPT_COMPAT_DEEPSPEED}
 NONFINITE = {"auto": abi.DSOPT_NONFINITE_AUTO, "skip": abi.DSOPT_NONFINITE_SKIP, "apply": abi.DSOPT_NONFINITE_APPLY}
@@ -194,6 +194,7 @@ class Optimizer(Handle):
         self._algorithms: List[str] = []  # one per group
         self._groups_of: List[int] = []  # one per parameter
         self._bound = Bound(self.context)
+        self._spare: List[ApplyLists] = []  # of calls of `apply` that have returned
         if params is not None:
             if group is None:
                 refuse("group", "is missing; pass an algorithm, such as AdamW(lr=1e-3)")
@@ -447,8 +448,10 @@ class Optimizer(Handle):
         out: Optional[Arrays],
         params: Optional[Arrays],
         report: Any,
+        lists: Any = None,
     ) -> Any:
-        """Fills in the optional fields of a step. The result must be kept during the call."""
+        """Fills in the optional fields of a step. The result must be kept during the call. `lists`: for `out` and
+        `params`; None = new ones."""
         groups, context, stream, owners = len(self._algorithms), self.context, args.stream, []
         for field, value, count, dtype in (
             ("lr", lr, groups, abi.DSOPT_DTYPE_F32),
@@ -464,9 +467,10 @@ class Optimizer(Handle):
                 owners.append(memory)
         for field, arrays in (("out", out), ("params", params)):
             if arrays is not None:
-                tensor_list = self._bound.list(field, write=field == "out" or not args.flags & 6)
+                tensor_list = self._bound.list(field) if lists is None else getattr(lists, field)
                 in_list_order = in_order(field, arrays, self.names, missing=field == "out")
-                owners.append((tensor_list, tensor_list.fill(in_list_order, stream)))
+                write = field == "out" or not args.flags & 6
+                owners.append((tensor_list, tensor_list.fill(in_list_order, stream, write)))
                 setattr(args, field, ctypes.addressof(tensor_list.struct))
         return owners
 
@@ -675,25 +679,40 @@ class Optimizer(Handle):
             stream=require_stream(stream),
             flags=_flags(zero_grads, out_only, delta, False, no_nan),
         )
-        structs, kept_state = structs_of(self, state, stream)
-        step.state, step.state_count = ctypes.addressof(structs), len(structs)
-        tensor_list = self._bound.list("grads", write=zero_grads)
-        grad_owners = tensor_list.fill(in_order("grads", grads, self.names, missing=True), stream)
-        step.grads = ctypes.addressof(tensor_list.struct)
-        lr = unboxed(lr)
-        if isinstance(lr, (int, float)):
-            lr = [lr] * len(self._algorithms)
-        owners = self._optional(step, lr, hyper, grad_scale, skip, grad_norms, out, params, report)
-        step.workspace, step.workspace_bytes, space = self._space(workspace, stream)
-        with gated(self):
-            abi.check(abi.lib.dsopt_optimizer_apply(self.handle, byref(step)))
+        lists = self._spare_lists()
+        try:
+            owners = [lists.state.fill_from(state, stream)]
+            step.state, step.state_count = ctypes.addressof(lists.state.struct), len(lists.state.struct)
+            owners.append(lists.grads.fill(in_order("grads", grads, self.names, missing=True), stream, zero_grads))
+            step.grads = ctypes.addressof(lists.grads.struct)
+            lr = unboxed(lr)
+            if isinstance(lr, (int, float)):
+                lr = [lr] * len(self._algorithms)
+            owners += self._optional(step, lr, hyper, grad_scale, skip, grad_norms, out, params, report, lists)
+            step.workspace, step.workspace_bytes, space = self._space(workspace, stream, lists)
+            with gated(self):
+                abi.check(abi.lib.dsopt_optimizer_apply(self.handle, byref(step)))
+        finally:
+            self._spare.append(lists)
 
-    def _space(self, workspace: Any, stream: Optional[int]) -> Tuple[int, int, Any]:
+    def _spare_lists(self) -> ApplyLists:
+        """Returns lists that no other call uses: those of an earlier call, if parameters and groups are as they were
+        then."""
+        key = len(self.names), count_of(self)
+        try:
+            lists = self._spare.pop()  # one call of a list: other threads may do the same
+        except IndexError:
+            lists = None
+        return lists if lists is not None and lists.key == key else ApplyLists(self._bound, self, key)
+
+    def _space(self, workspace: Any, stream: Optional[int], lists: ApplyLists) -> Tuple[int, int, Any]:
         if workspace is None:
             if self.context.backend != "cpu":
                 refuse("workspace", "is None, and must be an array in memory of the device", abi.DSOPT_ERR_WORKSPACE)
-            memory = ctypes.create_string_buffer(max(self.workspace, 1))
-            return ctypes.addressof(memory), len(memory), memory
+            size = max(self.workspace, 1)
+            if len(lists.space) < size:
+                lists.space = ctypes.create_string_buffer(size)
+            return ctypes.addressof(lists.space), len(lists.space), lists.space
         tensor = tensor_of(workspace, "workspace", stream=stream)
         require(tensor, "workspace", context=self.context, write=True, dtypes=tuple(DTYPE_SIZES))
         return tensor.address, tensor.numel * DTYPE_SIZES[tensor.dtype], tensor

@@ -14,7 +14,7 @@ from . import _abi as abi
 from ._arrays import AS_INTEGERS, CODES, DTYPE_NAMES, DTYPE_SIZES, Tensor, refuse, require, tensor_of
 from ._errors import Error
 from ._handle import Handle
-from ._lists import Watch
+from ._lists import TensorList, Watch
 from ._numpy import numpy
 
 _CTYPES: Dict[int, Any] = {
@@ -172,7 +172,7 @@ def info_at(optimizer: Any, index: int) -> Info:
     return Info(index, info, optimizer)
 
 
-def _count(optimizer: Any) -> int:
+def count_of(optimizer: Any) -> int:
     count = ctypes.c_int64()
     abi.check(abi.lib.dsopt_optimizer_state_count(optimizer.handle, byref(count)))
     return count.value
@@ -180,12 +180,12 @@ def _count(optimizer: Any) -> int:
 
 def infos(optimizer: Any) -> List[Info]:
     """Returns every entry, in list order."""
-    return [info_at(optimizer, index) for index in range(_count(optimizer))]
+    return [info_at(optimizer, index) for index in range(count_of(optimizer))]
 
 
 def whole_infos(optimizer: Any) -> Iterator[Info]:
     """Yields the entries of the whole optimizer, which are at the end of the list, in reverse order."""
-    for index in range(_count(optimizer) - 1, -1, -1):
+    for index in range(count_of(optimizer) - 1, -1, -1):
         info = info_at(optimizer, index)
         if info.param >= 0:
             return
@@ -415,23 +415,39 @@ def _on_host(value: Any, label: str, dtype: int, shape: Tuple[int, ...]) -> Tens
     return tensor
 
 
+class StateList(TensorList):
+    """The dsopt_tensor array of a state by name."""
+
+    _may_be_absent = False
+
+    def __init__(self, optimizer: Any) -> None:
+        entries = infos(optimizer)
+        self._entries = [entry.name for entry in entries]
+        shapes, dtypes = [entry.shape for entry in entries], [entry.dtype for entry in entries]
+        super().__init__("state", self._entries, shapes, dtypes, optimizer.context, write=True)
+
+    def fill_from(self, state: Mapping[str, Any], stream: Any) -> Any:
+        """Reads the addresses of a state. The result must be kept alive during the call."""
+        if len(state) != len(self._entries) or any(name not in state for name in self._entries):
+            unknown = set(state) - set(self._entries)
+            if unknown:
+                refuse("state", "has %r, which is not in the state of this optimizer" % sorted(unknown)[0])
+            lacks = next(name for name in self._entries if name not in state)
+            refuse("state", "lacks %r; init_state makes all of it" % lacks)
+        return self.fill([state[name] for name in self._entries], stream)
+
+    def _tensor(self, i: int, array: Any, stream: Any, write: bool) -> Tensor:
+        name, dtype = self.name(i), self._absent[i]
+        tensor = tensor_of(array, name, stream=stream, dtype=dtype)
+        return require(
+            tensor, name, context=self._context, write=write, dtype=dtype, numel=math.prod(self._shapes[i])
+        )
+
+
 def structs_of(optimizer: Any, state: Mapping[str, Any], stream: Any = None) -> Tuple[Any, Any]:
     """Returns a dsopt_tensor list of a state by name, and objects that must be kept alive."""
-    entries = infos(optimizer)
-    structs = (abi.dsopt_tensor * len(entries))()
-    owners: List[Any] = []
-    unknown = set(state) - {entry.name for entry in entries}
-    if unknown:
-        refuse("state", "has %r, which is not in the state of this optimizer" % sorted(unknown)[0])
-    for place, entry in zip(structs, entries):
-        label = "state[%r]" % entry.name
-        if entry.name not in state:
-            refuse("state", "lacks %r; init_state makes all of it" % entry.name)
-        tensor = tensor_of(state[entry.name], label, stream=stream, dtype=entry.dtype)
-        require(tensor, label, context=optimizer.context, write=True, dtype=entry.dtype, numel=math.prod(entry.shape))
-        place.data, place.numel, place.dtype = tensor.address if tensor.numel else None, tensor.numel, tensor.dtype
-        owners.append((state[entry.name], tensor))
-    return structs, owners
+    tensor_list = StateList(optimizer)
+    return tensor_list.struct, (tensor_list, tensor_list.fill_from(state, stream))
 
 
 def allocate(optimizer: Any) -> Dict[str, Any]:

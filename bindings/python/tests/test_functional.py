@@ -70,6 +70,73 @@ class Functional(unittest.TestCase):
             np.testing.assert_array_equal(state["w.exp_avg"], states[0]["w.exp_avg"])
             self.assertEqual(state["optimizer.step"][0], 50)
 
+    def test_apply_follows_its_arrays_from_call_to_call(self):
+        """Later calls use the lists of earlier ones."""
+        for group in (dsopt.AdamW(lr=0.1), dsopt.Lion(lr=0.1)):
+            opt, p, q = shapes_only(group), values(), values()
+            peer = dsopt.Optimizer(q, group)
+            state, grads = opt.init_state(p), values(0)
+            for t in range(12):
+                if t in (3, 4):  # other memory, which stays the same then
+                    state = {name: x.copy() for name, x in state.items()}
+                    p = {name: x.copy() for name, x in p.items()}
+                if t == 6:
+                    p["w"].shape, p["w"].shape = (4, 3), (3, 4)
+                if t == 7:
+                    state["w.exp_avg"] = state["w.exp_avg"].reshape(-1)
+                if t == 8:
+                    opt.add_group(dsopt.Sgd(lr=0.5), {"more": dsopt.Param(shape=(2, 2))})
+                    peer.add_group(dsopt.Sgd(lr=0.5), {"more": np.ones((2, 2), np.float32)})
+                    p["more"], grads["more"] = np.ones((2, 2), np.float32), np.ones((2, 2), np.float32)
+                    more = {name: np.zeros(x.shape, x.dtype) for name, x in peer.state.items()}
+                    state = {name: state.get(name, x) for name, x in more.items() if name != "optimizer.step"}
+                    state["optimizer.step"] = np.array([t, t, 0], np.int32)
+                if t % 2:
+                    for name, x in values(t).items():
+                        grads[name][...] = x
+                else:
+                    grads.update(values(t))
+                given = dict(grads, h=None) if t == 10 else grads
+                opt.apply(p, given, state)
+                peer.step(given)
+                for name in p:
+                    np.testing.assert_array_equal(p[name], peer.params[name], "step %d" % t)
+                for name in state:
+                    found = np.asarray(peer.state[name])
+                    np.testing.assert_array_equal(state[name].reshape(found.shape), found, "step %d" % t)
+            with self.assertRaisesRegex(dsopt.ArgumentError, "'x', which is not in the state"):
+                opt.apply(p, grads, dict(state, x=state["w.exp_avg"]))
+            with self.assertRaisesRegex(dsopt.ArgumentError, r"state\['w.exp_avg'\]"):
+                opt.apply(p, grads, dict(state, **{"w.exp_avg": None}))
+
+    def test_apply_in_a_hook_of_apply_has_lists_of_its_own(self):
+        calls = []
+
+        def pool(count, run):
+            if not calls:
+                calls.append(count)
+                opt.apply(*inner)
+            for i in range(count):
+                run(i)
+
+        opt = dsopt.Optimizer(
+            {"w": dsopt.Param(shape=(20000,))}, dsopt.AdamW(lr=0.1), context=dsopt.Context(threads=2, parallel_for=pool)
+        )
+        sets = []
+        for seed in range(2):
+            p = {"w": arrays((20000,), seed=seed)[0]}
+            sets.append((p, {"w": arrays((20000,), seed=seed + 10)[0]}, opt.init_state(p)))
+        wanted = []
+        for p, grads, _ in sets:
+            wanted.append(p["w"].copy())
+            dsopt.Optimizer({"w": wanted[-1]}, dsopt.AdamW(lr=0.1)).step(grads)
+        inner = sets[1]
+        calls.clear()
+        opt.apply(*sets[0])
+        self.assertEqual(len(calls), 1)
+        for (p, _, _), w in zip(sets, wanted):
+            np.testing.assert_array_equal(p["w"], w)
+
     def test_apply_rejects_invalid_arguments(self):
         opt, p = shapes_only(dsopt.AdamW()), values()
         state = opt.init_state(p)
