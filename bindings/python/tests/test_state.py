@@ -118,6 +118,76 @@ class StateViews(unittest.TestCase):
             unset.shape
 
 
+class ChangedStates(unittest.TestCase):
+    """A state by name that lacks a tensor, or has one with another name, dtype or size, is refused by name by `bind`,
+    `apply` and `init_state`, and nothing changes."""
+
+    CASES = (
+        (dsopt.AdamW(lr=0.1), {}),
+        (dsopt.Adam(lr=0.1), {"compat": "deepspeed"}),
+        (dsopt.Lamb(lr=0.1), {"masters": "flat"}),
+        (dsopt.AdamLegacy(lr=0.1), {}),
+        (dsopt.Sgd(lr=0.1, momentum=0.9), {}),
+        (dsopt.Sgd(lr=0.1), {}),
+        (dsopt.Adagrad(lr=0.1), {}),
+        (dsopt.Lion(lr=0.1), {}),
+        (dsopt.Muon(lr=0.1), {}),
+        (dsopt.OnebitAdam(lr=0.1, freeze_step=1), {}),
+        (dsopt.ZeroOneAdam(lr=0.1), {}),
+        (dsopt.OnebitLamb(lr=0.1, freeze_step=1), {}),
+        (dsopt.AdamW(lr=0.1, exp_avg_format="e4m3", exp_avg_sq_format="q8"), {}),
+        (dsopt.AdamW(lr=0.1, exp_avg_format="bf16", exp_avg_sq_format="bf16_random"), {"masters": "remainder"}),
+    )
+
+    def test_are_refused_by_name(self):
+        for group, options in self.CASES:
+            with self.subTest(group, **options):
+                dtype = np.float16 if options.get("masters") != "remainder" else np.float32
+                params = {"w": np.ones((8, 4), dtype), "b": np.ones((20, 15), np.float32)}
+                opt = dsopt.Optimizer(params, group, **options)
+                grads = {name: np.full(x.shape, 0.5, x.dtype) for name, x in params.items()}
+                state = opt.init_state(params)
+                opt.apply(params, grads, state)
+                opt.bind(state=state)
+                self.check(opt, params, grads, state)
+
+    def check(self, opt, params, grads, state):
+        before = {name: x.copy() for name, x in [*params.items(), *state.items()]}
+        calls = (
+            lambda changed: opt.bind(state=changed),
+            lambda changed: opt.apply(params, grads, changed),
+            lambda changed: opt.init_state(params, changed),
+        )
+        for name, x in state.items():
+            others = {key: value for key, value in state.items() if key != name}
+            read_only = x.copy()
+            read_only.flags.writeable = False
+            other = np.int64 if x.dtype.kind in "iu" else np.float64
+            changes = [
+                (dict(others), "state lacks %r" % name),
+                ({**others, name + "x": x}, "%rx, which is not in the state" % name),
+                ({**others, name: x.astype(other)}, "state[%r]" % name),
+            ]
+            if x.size:
+                changes += [
+                    ({**others, name: x.reshape(-1)[1:].copy()}, "state[%r] has %d elements" % (name, x.size - 1)),
+                    ({**others, name: read_only}, "state[%r]" % name),
+                    ({**others, name: None}, "state[%r]" % name),
+                ]
+            if x.size > 1:
+                changes.append(({**others, name: np.repeat(x, 2).reshape(-1)[::2]}, "state[%r]" % name))
+            for changed, text in changes:
+                for call in calls:
+                    with self.assertRaises(dsopt.Error, msg=text) as caught:
+                        call(changed)
+                    self.assertIn(text.replace("'x", "x'"), str(caught.exception))
+        for name, x in [*params.items(), *state.items()]:
+            self.assertEqual(x.tobytes(), before[name].tobytes(), name)
+            if name in state:
+                self.assertEqual(np.asarray(opt.state[name]).ctypes.data, x.ctypes.data)
+        opt.apply(params, grads, state)
+
+
 class StateMemory(unittest.TestCase):  # not under a sanitizer, which quarantines freed memory
     def test_views_do_not_keep_outgrown_state_memory(self):
         opt = dsopt.Optimizer({"w": full(1)}, dsopt.AdamW())
