@@ -202,8 +202,8 @@ enum dsopt_status_code {
     DSOPT_ERR_FORMAT = 70,
     /** Tensor data do not match their checksum. */
     DSOPT_ERR_CHECKSUM = 71,
-    /** Algorithm, names, dtypes or sizes differ from this optimizer's; with DSOPT_OPTIMIZER_CHECK_RANKS also from those
-     * of other ranks. */
+    /** Algorithm, names, dtypes or sizes differ from this optimizer's, or lists and options of ranks from one another
+     * (DSOPT_OPTIMIZER_CHECK_RANKS). */
     DSOPT_ERR_MISMATCH = 72,
     DSOPT_ERR_SIGNED = -1
 };
@@ -337,13 +337,15 @@ typedef struct dsopt_context_info {
     int32_t backend;
     /** CUDA ordinal; 0 on the CPU. */
     int32_t device;
-    /** Number of work items per step, and of threads that run them, calling thread included. */
+    /** Number of work items per step on the CPU, and of threads that run them, calling thread included; with a
+     * parallel_for hook its pool chooses the threads. On CUDA that of calls that work on the host. */
     int32_t threads;
     /** Highest level passed to `log`. */
     int32_t log_level;
 } dsopt_context_info;
 
-/** Backend, threads and log level. `info->size` must be set. @return DSOPT_OK. Thread-safety: any. Since: 0.3 */
+/** Backend, threads and log level. `info->size` must be set. @return DSOPT_OK; DSOPT_ERR_ARGUMENT: NULL;
+ * DSOPT_ERR_VERSION: `info->size`; DSOPT_ERR_FORKED. Thread-safety: any. Since: 0.3 */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_context_query(const dsopt_context *ctx, dsopt_context_info *info);
 
 /** Release the handle. Never blocks. */
@@ -662,21 +664,24 @@ enum dsopt_optimizer_flags {
      * all-reduce of 148 bytes per step, two more with a node comm. Where ranks exchange, average or shard,
      * dsopt_optimizer_step compares lists and options at the first step after each new group even without it.
      *
-     *     what ranks must have alike                                        compared
-     *     parameters: number, order, numel, dtype, name (not of experts),   first step, CHECK_RANKS
-     *       group, flags, master, formats of moments, rows and cols
-     *     options that weights depend on: every field of dsopt_group and    first step, CHECK_RANKS
-     *       of the scaler's rules; of dsopt_optimizer_desc compat, flags,
-     *       nonfinite, masters, max_norm, max_value, seed, skip_budget
-     *     whether the step reads gradients before the update, and, where    first step, CHECK_RANKS
-     *       state is sharded, REPORT_NORMS
-     *     dtypes of gradients that the step averages                        first step, CHECK_RANKS
-     *     which gradients are present, where the caller averages            CHECK_RANKS
-     *     number of calls, stage and step of the 1-bit family's schedule    CHECK_RANKS
-     *     ranks of nodes, rank in the node (node comm)                      first step, CHECK_RANKS
-     *     flags of comms, options of contexts, device scalars               never
-     *     values: weights, averages of gradients, state, scale, counters    never
-     *     TIMING, MOMENTUM_BITS, offset and dims of parameters              may differ
+     *     what ranks must have alike                                          compared
+     *     parameters: number, order, numel, dtype, group, flags, master,      first step, CHECK_RANKS
+     *       formats of moments, rows and cols, name and offset (the last
+     *       two not of experts)
+     *     options: every field of dsopt_group and of the scaler's rules;      first step, CHECK_RANKS
+     *       compat, flags, nonfinite, masters, max_norm, max_value,
+     *       skip_budget, and seed if something is rounded at random
+     *     sharded state: whether the step reads gradients before the update,  first step, CHECK_RANKS
+     *       REPORT_NORMS
+     *     dtypes of gradients that the step averages                          first step, CHECK_RANKS
+     *     ranks of nodes, rank in the node (node comm)                        first step, CHECK_RANKS
+     *     gradients that are present, where the caller averages: not of       CHECK_RANKS
+     *       experts, in compat wrappers, and in compressed 1-bit steps
+     *     number of calls, stage and step of the 1-bit family's schedule      CHECK_RANKS
+     *     flags of comms, options of contexts, experts, device scalars        never
+     *     values: weights, averages of gradients, state, scale, counters      never
+     *     TIMING, MOMENTUM_BITS, dims of parameters, and without sharded      may differ
+     *       state REPORT_NORMS
      */
     DSOPT_OPTIMIZER_CHECK_RANKS = 64,
     /** 1-bit Adam in standard mode: keep the frozen stage's momentum as the bits of the last exchange, in
@@ -1237,8 +1242,8 @@ typedef struct dsopt_step {
 /**
  * Update every parameter that has a gradient, once. Checks the lists, enqueues on `stream`, and returns before the
  * device is done. The first call allocates; later calls on an unchanged optimizer do not, whichever gradients are
- * absent. A call that returns DSOPT_ERR_NOMEM has sent nothing to other ranks and can be repeated; without CHECK_RANKS
- * the other ranks wait until it is repeated.
+ * absent. A call that returns DSOPT_ERR_NOMEM has changed nothing and can be repeated. With CHECK_RANKS the other ranks
+ * return DSOPT_ERR_MISMATCH and repeat it too; without, nothing was sent to them, and they wait until it is repeated.
  *
  * A skipped step leaves parameters, state and counters as they are. It happens for the reasons of enum dsopt_skip, on
  * this rank or another one. `out` and `report` are still written, gradients are still zeroed (ZERO_GRADS), and the
@@ -1773,8 +1778,9 @@ enum dsopt_comm_flags {
      * Exchanges of device memory are enqueued on the stream and the host does not wait for them. For NCCL, and for a
      * TABLE that works in memory of a CUDA context: its functions return once the exchange is enqueued, and can be
      * captured.
-     *  - A step does not block, with three exceptions: the rank comparison (before the first compressed exchange,
-     *    and before every step with CHECK_RANKS), a skip budget, and the 1-bit cases listed at dsopt_optimizer_step.
+     *  - A step does not block, with three exceptions: the rank comparison (at the first step where ranks exchange,
+     *    average or shard, and before every step with CHECK_RANKS), a skip budget, and the 1-bit cases listed at
+     *    dsopt_optimizer_step.
      *  - `timeout_ms` bounds enqueueing, and waits for results that the host needs. A peer that hangs blocks the
      *    stream, and all waits for the stream, until dsopt_comm_abort is called (from any thread) or, with `native`,
      *    until the caller aborts the native communicator.

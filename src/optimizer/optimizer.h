@@ -124,8 +124,9 @@ public:
     /// Adds parameters to the groups that dsopt_param.group names.
     void add_params(const dsopt_param *params, int64_t count);
     /// Lazily builds the objects that depend on all groups: onebit(), parts(), matrices() and the state tensors of the
-    /// whole optimizer. Must be called before every other method except add_group(), add_params(), set(), get(), step(),
-    /// apply() and methods that only read groups and parameters. Any number of threads may call it at the same time.
+    /// whole optimizer. Must be called before every other method except add_group(), add_params(), set(), get(),
+    /// step(), apply() and methods that only read groups and parameters. Any number of threads may call it at the same
+    /// time.
     void finalize_groups();
     void set(int32_t group, int32_t key, double value);
     double get(int32_t group, int32_t key) const;
@@ -159,7 +160,7 @@ public:
     void adopt(LoadedMetadata loaded, ReservedState reserved, FunctionRef<void()> fill_tensors);
     void accumulate(const dsopt_tensor *grads, int64_t count, void *stream);
 
-    /// step() and apply() check the struct and call finalize_groups() themselves, so that other ranks hear of a failure.
+    /// step() and apply() check the struct and call finalize_groups() themselves: other ranks are told of a failure.
     void step(const dsopt_step *step);
     /// Changes nothing but what finalize_groups() builds: any number of threads may call it at the same time.
     void apply(const dsopt_step *step);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // With DSOPT_OPTIMIZER_CHECK_RANKS the data-parallel ranks compare their steps before the first collective of a step.
-// Ranks that exchange bits or weights compare their parameter lists before the first step even without the flag.
+// Ranks that exchange bits, gradients or weights compare lists and options before the first step even without the flag.
 //
 // The comparison is one all-reduce of a few integers. Only if these differ, more all-reduces find the tensor. The
 // maxima of x and of ~x show every rank if all ranks have the same x, so all ranks come to the same result.
@@ -20,7 +20,7 @@ uint64_t mix(uint64_t key, uint64_t value) { return mix64(key ^ value) + 0x9e377
 /// Everything that ranks compare, as words.
 struct ComparedWords {
     enum : int { params, list, calls, schedule, stage, gradients, flags, options, sums, count };
-    int32_t refused = 0;                             // rank + 1 of a rank that refused its arguments, 0 = none
+    int32_t refused = 0;                             // rank + 1 of a rank whose call has failed already, 0 = none
     int32_t high[count][2] = {}, low[count][2] = {}; // x and ~x; their maxima are the largest x and ~ the smallest x
     void set(int word, uint64_t value) {
         for (int half = 0; half < 2; ++half) {
@@ -51,10 +51,26 @@ struct Options {
 Options options_of(const Optimizer &optimizer) {
     const dsopt_optimizer_desc &desc = optimizer.desc();
     const Scaler *const scaler = optimizer.attachments().scaler.get();
+    const auto rounds_at_random = [](const dsopt_group &group) {
+        return group.exp_avg_format == DSOPT_MOMENT_BF16_RANDOM || group.exp_avg_sq_format == DSOPT_MOMENT_BF16_RANDOM;
+    };
+    const bool uses_seed = (desc.flags & DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING) != 0 ||
+                           std::any_of(optimizer.groups().begin(), optimizer.groups().end(), rounds_at_random);
     const ScalerRules rules = scaler ? scaler->rules() : ScalerRules{};
-    return {desc.compat,    desc.nonfinite, desc.masters,      desc.skip_budget, desc.max_norm,
-            desc.max_value, desc.seed,      scaler != nullptr, rules.flags,      rules.factor,
-            rules.min,      rules.max,      rules.window,      rules.hysteresis};
+    return {desc.compat,
+            desc.nonfinite,
+            desc.masters,
+            desc.skip_budget,
+            desc.max_norm,
+            desc.max_value,
+            uses_seed ? desc.seed : 0,
+            scaler != nullptr,
+            rules.flags,
+            rules.factor,
+            rules.min,
+            rules.max,
+            rules.window,
+            rules.hysteresis};
 }
 
 /// Eight bytes of Options or of dsopt_group, and how a message shows them.
@@ -146,8 +162,10 @@ uint64_t key_of(const Param &param) {
     key = mix(key, uint64_t(uint32_t(param.flags)) << 32 | uint32_t(param.has_master) << 1 | param.has_remainder);
     for (const Format format : param.formats) key = mix(key, uint64_t(format));
     if (param.matrix.rows != 0) key = mix(key, uint64_t(param.matrix.rows) << 32 | uint64_t(param.matrix.cols));
-    if (param.expert == 0)
+    if (param.expert == 0) {
+        key = mix(key, uint64_t(param.begin));
         for (const char c : param.name) key = mix(key, uint8_t(c));
+    }
     return key;
 }
 
@@ -257,7 +275,8 @@ void check_ranks(const Optimizer &optimizer, const StepPlan &plan, const StepRow
 
     const int rank = optimizer.data_rank().rank;
     if (words.refused != 0)
-        throw Error(DSOPT_ERR_MISMATCH, "rank %d refused the arguments of this step, so no rank takes it",
+        throw Error(DSOPT_ERR_MISMATCH,
+                    "the step of rank %d failed before the ranks compared their calls, so no rank takes it",
                     words.refused - 1);
     if (!words.same(ComparedWords::flags))
         throw Error(DSOPT_ERR_MISMATCH, "ranks have different options: dsopt_optimizer_desc.flags are 0x%x on rank %d",

@@ -110,7 +110,13 @@ for type in (:Context, :Scaler, :Comm)
     @eval Base.show(io::IO, object::$type) = print(io, $type, object.handle.closed ? "(closed)" : shown(object))
 end
 shown(::Union{Scaler,Comm}) = "(...)"
-shown(context::Context) = "(threads = $(threads(context)))"
+function shown(context::Context)
+    try
+        return "(threads = $(threads(context)))"
+    catch # another thread has closed it, or this is a child of fork()
+        return "(...)"
+    end
+end
 
 """Number of work items per step, and of threads that run them, calling thread included."""
 function threads(context::Context)

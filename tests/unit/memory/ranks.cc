@@ -8,8 +8,9 @@ using namespace test;
 
 namespace memory_ranks_tests {
 
-/// Makes the first step of two ranks, in which allocation `n` of rank 1 fails once, then another step. Returns what both
-/// ranks have then. Adds 1 to `refused_steps` if the first step was refused. `calls`: the allocations of rank 1 in it.
+/// Makes the first step of two ranks, in which allocation `n` of rank 1 fails once, then another step. Returns what
+/// both ranks have then. Adds 1 to `refused_steps` if the first step was refused. `calls`: the allocations of rank 1 in
+/// it.
 std::string first_steps(const dsopt_group &group, uint32_t flags, int64_t n, int &refused_steps, int64_t &calls) {
     std::string texts[2];
     with_ranks(2, [&](int rank, const Context &ctx, const Comm &comm) {
@@ -37,7 +38,7 @@ std::string first_steps(const dsopt_group &group, uint32_t flags, int64_t n, int
             if (rank == 1)
                 EXPECT_EQ(status, DSOPT_ERR_NOMEM) << dsopt_last_error();
             else
-                EXPECT_TRUE(refused(status, DSOPT_ERR_MISMATCH, "rank 1 refused the arguments"));
+                EXPECT_TRUE(refused(status, DSOPT_ERR_MISMATCH, "the step of rank 1 failed before"));
             refused_steps += rank;
             EXPECT_OK(dsopt_optimizer_step(trainer.opt(), &step)) << " after allocation " << n;
         }

@@ -94,13 +94,14 @@ impl Context {
         self.inner.cuda
     }
 
-    /// Number of work items per step, and of threads that run them, calling thread included.
+    /// Number of work items per step on the CPU, and of threads that run them, calling thread included. 0 in a child of
+    /// `fork()`, where the context cannot be used.
     pub fn threads(&self) -> usize {
         let mut info = sys::zeroed!(dsopt_context_info);
         // SAFETY: the handle lives; any thread may query.
         match check(unsafe { sys::dsopt_context_query(self.inner.handle.as_ptr(), &mut info) }) {
             Ok(()) => usize::try_from(info.threads).unwrap_or(0),
-            Err(_) => 0, // in a child of fork()
+            Err(_) => 0,
         }
     }
 
@@ -116,7 +117,8 @@ impl Context {
 
 impl fmt::Debug for Context {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        out.debug_struct("Context").field("cuda", &self.is_cuda()).field("threads", &self.threads()).finish_non_exhaustive()
+        let mut shown = out.debug_struct("Context");
+        shown.field("cuda", &self.is_cuda()).field("threads", &self.threads()).finish_non_exhaustive()
     }
 }
 
