@@ -24,7 +24,8 @@ class Context(Handle):
 
     backend         "cpu" or "cuda"; CUDA needs a library that was built with it
     device          CUDA ordinal
-    threads         workers of a step; 0 = number of cores
+    threads         workers of a step; 0 = OMP_NUM_THREADS, else the number of cores. The attribute has the number that
+                    was chosen
     parallel_for    thread pool: called as parallel_for(n, body), it runs body(i) once for every i in range(n), in any
                     order and on any thread, and returns when all are done. The calling thread must run some of them.
     log             called as log(level, text); level 1 = error, 2 = warn, 3 = info, 4 = trace

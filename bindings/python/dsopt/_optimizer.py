@@ -664,7 +664,8 @@ class Optimizer(Handle):
         no_nan: bool = False,
         stream: Optional[int] = None,
     ) -> None:
-        """Step on memory of the caller only: the optimizer does not change. Any number of threads may call it.
+        """Step on memory of the caller only: the state of the optimizer does not change. Any number of threads may call
+        it. Later calls use the lists of this one again: until `close` NumPy refuses to resize these arrays.
 
         params     memory of the parameters; new weights are written there or to `out`
         state      all of it by name, from init_state; new state is written there
@@ -736,6 +737,7 @@ class Optimizer(Handle):
         """Release the handle now. Raises StateError during a call with it, such as in a hook."""
         with self._exclusive:
             super().close()
+            self._spare.clear()
 
 
 def _handle(owner: Optional[Handle]) -> Optional[int]:

@@ -137,7 +137,7 @@ class FusedStep:
     seed                 of the stochastic rounding, and of moments in "bf16_random"
     nonfinite            policy for Inf and NaN: None (skip if the gradients are read anyway), "skip" or "apply"
     report_norms         report.weight_norm and report.update_norm are computed
-    check_ranks          ranks of the 1-bit family compare their lists before an exchange, and all fail if they differ
+    check_ranks          ranks of the 1-bit family compare lists and options before an exchange; all fail if they differ
     axis_name            1-bit family: mesh axis of the ranks, inside a shard_map or pmap
     model_axis           not of the 1-bit family: mesh axis over which parameters are sharded, inside a shard_map. Norms
                          of gradients, the check for Inf and NaN, and LAMB's trust ratios are then those of whole

@@ -195,8 +195,8 @@ class _Shards:
         return np.array([self.recipe.groups[param.group][1][place] for param in self.recipe.params], np.float32)
 
     def each(self, values, name, of_double=np.array, of_float=lambda row: row):
-        """Returns a function of a hyper-parameter for each parameter: `of_double` of the group's, `of_float` of the one
-        in values["hyper"]."""
+        """Returns an array with a value for each parameter, from a hyper-parameter of its group: `of_double` of the
+        static one, `of_float` of the one in values["hyper"]."""
         groups = np.array([param.group for param in self.recipe.params])
         known = of_double(np.array([reals[_call.GROUP_REALS.index(name)] for _, reals in self.recipe.groups]))
         known = known.astype(np.float32)

@@ -290,7 +290,7 @@ class Onebit(OnebitNames, OnebitRanks):
         """Returns a copy that exchanges over the same process group and has the same engine."""
         copied = memo[id(self)] = self.__class__.__new__(self.__class__)
         copied.__setstate__(copy.deepcopy(super().__getstate__(), memo))
-        copied._engine, copied._nodes = self._engine, self._nodes
+        copied._engine, copied._nodes, copied._checks_ranks = self._engine, self._nodes, self._checks_ranks
         copied._group = self._group if self._wrapper is None else data_group_of(self)
         return copied
 

@@ -378,6 +378,19 @@ def compares_ranks_in_each_step(rank):
         give(gradients(params, 2), params)
         optimizer.step()
         check.assertFalse(torch.equal(params[0], before[0]))
+        if kind is OnebitAdam:
+            check.assertTrue(copy.deepcopy(optimizer)._checks_ranks)
+        if options == dict(average=True):  # one rank alone has more parameters, then all have
+            before, (more,) = [param.detach().clone() for param in params], params_of((3,))
+            for adds in (rank == 0, rank != 0):
+                if adds:
+                    optimizer.add_param_group({"params": [more]})
+                give(gradients([*params, more], 3), [*params, more])
+                if adds == (rank == 0):
+                    refuses_on_all_ranks(optimizer, "ranks have from 2 to 3 parameters in 1 to 2 groups")
+                    same(params, before)
+            optimizer.step()
+            check.assertFalse(torch.equal(params[0], before[0]))
     params = params_of((5, 4))
     with check.assertRaisesRegex(NotImplementedError, "AdamW: check_ranks has no effect without shard or average"):
         AdamW(params, check_ranks=True)
