@@ -191,16 +191,16 @@ TEST(CheckRanks, ComparesEveryOptionThatWeightsDependOn) {
         EXPECT_TRUE(same(trainer.snapshot(), before)) << text;
     };
     for (const uint32_t flags : {uint32_t(DSOPT_OPTIMIZER_CHECK_RANKS), uint32_t(DSOPT_OPTIMIZER_SHARD)})
-        for (const auto &[text, change] : options)
+        for (const Option &differing : options)
             with_ranks(2, [&](int rank, const Context &ctx, const Comm &comm) {
                 dsopt_optimizer_desc desc = desc_with(comm, DSOPT_COMPAT_NONE, flags);
                 dsopt_group group = group_of(DSOPT_ALGORITHM_LAMB);
                 group.exp_avg_sq_format = DSOPT_MOMENT_BF16_RANDOM; // uses seed and offset
                 std::vector<Param> params = named_params(arrays(1));
                 params[0].weight = Array(DSOPT_DTYPE_BF16, 40, 1);
-                if (rank == 1) change(desc, group, params);
+                if (rank == 1) differing.change(desc, group, params);
                 Trainer trainer(ctx, desc, group, params);
-                train(trainer, text);
+                train(trainer, differing.text);
             });
     // The seed has no effect where nothing is rounded at random.
     with_ranks(2, [&](int rank, const Context &ctx, const Comm &comm) {
