@@ -396,7 +396,7 @@ TEST(ParallelFor, FaultBeforeCollectiveIsReportedToOtherRanks) {
         if (rank == 0) pool.arm(0); // fails while masters are initialized
         const dsopt_status status = trainer.step(gradients());
         EXPECT_TRUE(rank == 0 ? refused(status, DSOPT_ERR_HOOK)
-                              : refused(status, DSOPT_ERR_MISMATCH, "rank 0 refused"));
+                              : refused(status, DSOPT_ERR_MISMATCH, "the step of rank 0 failed before"));
         EXPECT_OK(trainer.step(gradients()));
         EXPECT_EQ(info_of(comm).status, DSOPT_OK);
     });
