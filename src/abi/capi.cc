@@ -504,7 +504,7 @@ dsopt_status dsopt_optimizer_step(dsopt_optimizer *opt, const dsopt_step *step) 
     return with<Needs::groups>(opt, [&](Optimizer &optimizer) { optimizer.step(step); });
 }
 dsopt_status dsopt_optimizer_apply(const dsopt_optimizer *opt, const dsopt_step *step) {
-    return fence([&] {
+    return fence([&] { // as with(), which would finalize groups before a failure can be reported to other ranks
         Optimizer &optimizer = *object_of(opt, "the optimizer");
         const Shared lock(optimizer.in_use());
         optimizer.apply(step);
