@@ -151,12 +151,10 @@ void Optimizer::finalize_groups() {
                 onebit = std::make_unique<OneBit>(*context_, registry.groups, registry.params, desc_, data_rank());
             registry.add_optimizer_state(onebit.get(), attachments_.scaler.get());
             restore_contents(registry);
-            const auto is_averaged = [&](const dsopt_group &group) {
-                return may_average(desc_, group, registry.family >= 0, data_rank());
-            };
-            if (data_rank().ranks > 1 && (effective_sharding(desc_, data_rank()) != Sharding::none ||
-                                          std::any_of(registry.groups.begin(), registry.groups.end(), is_averaged)))
-                parts_ = std::make_unique<RankParts>(registry.params, registry.groups, desc_, data_rank(),
+            participation_ = participation_of(registry.params, registry.groups, desc_, data_rank(),
+                                              onebit ? &onebit->setup() : nullptr);
+            if (exchanges_rows(registry.groups, desc_, data_rank()))
+                parts_ = std::make_unique<RankParts>(registry.params, participation_, desc_, data_rank(),
                                                      context_->device().is_host());
             if (shards()) set_parts(registry);
             set_matrices(registry);

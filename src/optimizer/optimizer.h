@@ -89,6 +89,8 @@ public:
     const OneBit *onebit() const { return onebit_.get(); }
     /// Returns NULL before finalize_groups(), and unless ranks average gradients or state is sharded.
     const RankParts *parts() const { return parts_.get(); }
+    /// Returns what each parameter takes part in. Empty before finalize_groups().
+    const std::vector<Participation> &participation() const { return participation_; }
     /// Returns NULL before finalize_groups(), and if this rank has no matrices.
     const Matrices *matrices() const { return matrices_.get(); }
     bool shards() const { return parts_ && parts_->sharding() != Sharding::none; }
@@ -208,6 +210,7 @@ private:
     Versioned<Registry> registry_;
     Once finalized_{true}; // `onebit_`, `parts_`, `matrices_` and the state tensors of the whole optimizer are built
     std::unique_ptr<OneBit> onebit_;
+    std::vector<Participation> participation_;
     std::unique_ptr<RankParts> parts_;
     std::unique_ptr<Matrices> matrices_;
     bool lists_compared_ = false; // the ranks have compared their lists of parameters in a step

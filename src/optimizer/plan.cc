@@ -32,23 +32,11 @@ void *memory_of_param(const Optimizer &optimizer, const StepRequest &request, si
     return request.step.params != nullptr ? request.step.params[i].data : optimizer.params()[i].data;
 }
 
-/// The ranks over which the engine averages a gradient in a step. An absent one is then zeros.
-enum class Averages : uint8_t { none, all, in_node };
-Averages averages_of(const Optimizer &optimizer, const StepRequest &request, const OneBitPlan *onebit, size_t i) {
-    const Averages with_flag = optimizer.desc().flags & DSOPT_OPTIMIZER_AVERAGES ? Averages::all : Averages::none;
-    if (request.initial) return Averages::none;
-    if (onebit == nullptr) return with_flag;
-    if (optimizer.parts() && optimizer.parts()->mean(i) < 0) return Averages::none;
-    if (onebit->stage == Stage::full || onebit->stage == Stage::dry) return with_flag;
-    const bool exchanged = is_exchanged(optimizer.groups()[size_t(optimizer.params()[i].group)]);
-    if (!optimizer.parts()) return exchanged && onebit->stage == Stage::local ? Averages::none : with_flag; // one rank
-    // Stages in which ranks have gradients of their own: of every tensor that is never compressed and, with a node comm,
-    // the node's. One node is all ranks.
-    const DataRank local = optimizer.data_rank();
-    if (!exchanged) return Averages::all;
-    if (local.node_ranks == 1) return Averages::none;
-    return local.ranks == local.node_ranks ? Averages::all : Averages::in_node;
+/// Returns the ranks over which the engine averages a gradient in a step.
+Averages averages_in(const StepRequest &request, const Participation &participation, Stage stage) {
+    return request.initial ? Averages::none : participation.averages(stage);
 }
+Stage stage_of(const OneBitPlan *onebit) { return onebit != nullptr ? onebit->stage : Stage::full; }
 
 /// True if every rank of a node needs the node's mean of every gradient: in local steps of 0/1 Adam.
 bool needs_all_of_node(const OneBitPlan &onebit) { return makes_local_step(onebit); }
@@ -59,7 +47,7 @@ void plan_fed(const Optimizer &optimizer, const StepRequest &request, const OneB
     for (size_t i = 0; i < optimizer.params().size(); ++i) {
         const Param &param = optimizer.params()[i];
         const Range slice = optimizer.parts()->slice(i);
-        const bool has_slice = averages_of(optimizer, request, &onebit, i) == Averages::in_node &&
+        const bool has_slice = averages_in(request, optimizer.participation()[i], onebit.stage) == Averages::in_node &&
                                !needs_all_of_node(onebit); // of the mean
         TensorJob &job = fed[i] = jobs[i];
         job.range = {param.begin + slice.begin, slice.numel, param.whole};
@@ -80,18 +68,7 @@ void plan_jobs(const Optimizer &optimizer, const StepRequest &request, const dso
     const bool rounds_at_random = optimizer.desc().flags & DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING;
     const bool wrapped = optimizer.wrapper() != Wrapper::none;
     const bool first_model_rank = !model || model->rank() == 0;
-    // If ranks exchange or average, an absent gradient counts as zeros: all ranks must send messages of the same size.
-    const bool exchanges = onebit != nullptr && (onebit->stage == Stage::exchange || onebit->stage == Stage::sync);
-    const auto is_sent = [&](size_t i) {
-        return (exchanges && onebit->jobs[i].worker >= 0) ||
-               averages_of(optimizer, request, onebit, i) != Averages::none;
-    };
-    const auto owner_of = [&](const Param &param) {
-        if (is_matrix_rule(optimizer.groups()[size_t(param.group)].algorithm)) return Owner::matrix;
-        const bool exchanged = onebit != nullptr && is_exchanged(optimizer.groups()[size_t(param.group)]);
-        if (!exchanged || onebit->stage == Stage::full) return Owner::update;
-        return onebit->stage == Stage::dry ? Owner::none : Owner::exchange;
-    };
+    const Stage stage = stage_of(onebit);
     for (size_t i = 0; i < params.size(); ++i) {
         const Param &param = params[i];
         const auto state_of = [&](StateKind kind) { return optimizer.state().find(state, kind, int64_t(i)); };
@@ -111,7 +88,9 @@ void plan_jobs(const Optimizer &optimizer, const StepRequest &request, const dso
         const bool sharded = param.flags & DSOPT_PARAM_MODEL_PARALLEL;
         // With a wrapper an absent gradient counts as zeros, unless the parameter has no memory yet.
         const bool is_zeros = wrapped && (param.has_master || data != nullptr || param.numel == 0);
-        const bool present = grad != nullptr || is_zeros || is_sent(i);
+        const Participation &participation = optimizer.participation()[i];
+        const Averages averages = averages_in(request, participation, stage);
+        const bool present = grad != nullptr || is_zeros || (!request.initial && participation.absent_is_zeros(stage));
         jobs[i] = {.data = {},
                    .scale = {},
                    .remainder = static_cast<uint16_t *>(memory_of(StateKind::remainder)),
@@ -125,7 +104,7 @@ void plan_jobs(const Optimizer &optimizer, const StepRequest &request, const dso
                    .counter = int32_t(i),
                    .ordinal = 1,
                    .advance = present,
-                   .owner = present ? owner_of(param) : Owner::none,
+                   .owner = present ? participation.owner(stage) : Owner::none,
                    .present = present,
                    .has_master = param.has_master,
                    .in_norm = !(param.flags & DSOPT_PARAM_REPLICATED) && (sharded || first_model_rank),
@@ -135,7 +114,7 @@ void plan_jobs(const Optimizer &optimizer, const StepRequest &request, const dso
                    .stored = param.stored()};
         const Slot param_slot = slot_of_part({data, Dtype(param.dtype)});
         const bool separate = param.has_master && !param.has_remainder;
-        if (optimizer.parts() && averages_of(optimizer, request, onebit, i) != Averages::none) {
+        if (optimizer.parts() && averages != Averages::none) {
             jobs[i].set(kGrad, {means + optimizer.parts()->mean(i), Dtype::f32});
             jobs[i].zeroes = false;
         } else {
@@ -360,7 +339,7 @@ StepRows plan_rows(const Optimizer &optimizer, const StepRequest &request, const
         memory.weights[i] = param.tensor();
         memory.weights[i].data = memory_of_param(optimizer, request, i);
         memory.averaged[i] = memory.averaged_in_node[i] = memory.gradients[i] = {};
-        const Averages averages = averages_of(optimizer, request, plan.onebit, i);
+        const Averages averages = averages_in(request, optimizer.participation()[i], stage_of(plan.onebit));
         if (averages != Averages::none) {
             const bool accumulated = request.flags & DSOPT_STEP_ACCUMULATED, all = averages == Averages::all;
             (all ? memory.averaged : memory.averaged_in_node)[i] = {

@@ -47,7 +47,6 @@ void check_step(const Optimizer &optimizer, const dsopt_step &step, bool functio
     if ((optimizer.desc().flags & DSOPT_OPTIMIZER_SPLIT_MATRICES) &&
         std::none_of(optimizer.groups().begin(), optimizer.groups().end(), has_matrices))
         throw Error(DSOPT_ERR_UNSUPPORTED, "SPLIT_MATRICES has no effect without a group of muon");
-    const OneBitSetup *const onebit = optimizer.onebit() != nullptr ? &optimizer.onebit()->setup() : nullptr;
     const bool wrapped = optimizer.wrapper() != Wrapper::none;
     const uint32_t flags = flags_of(step);
     if ((flags & DSOPT_STEP_OUT_ONLY) && step.count > 0 && step.out == nullptr)
@@ -59,15 +58,13 @@ void check_step(const Optimizer &optimizer, const dsopt_step &step, bool functio
         const char *name = param.name.c_str();
         const bool has_gradient = accumulated ? param.accumulated : step.grads[i].data != nullptr;
         if (has_gradient && !accumulated) check_same_numel(step.grads[i], param, "gradient of");
-        const bool averaged =
-            (optimizer.parts() && optimizer.parts()->mean(i) >= 0) ||
-            ((onebit == nullptr || !optimizer.parts()) && (optimizer.desc().flags & DSOPT_OPTIMIZER_AVERAGES));
+        const bool averaged = optimizer.participation()[i].is_averaged();
         // It says what the other ranks send.
         if (averaged && optimizer.parts() && !accumulated && !has_gradient)
             check_same_numel(step.grads[i], param, "absent gradient of");
         // An absent gradient counts as zeros if ranks exchange or average it, and 0/1 Adam keeps a copy of every
         // weight. The check is the same in every stage, so that it fails in the first step of a training, not later.
-        const bool is_used = has_gradient || wrapped || (onebit != nullptr && onebit->worker[i] >= 0) || averaged ||
+        const bool is_used = has_gradient || wrapped || optimizer.participation()[i].sent || averaged ||
                              optimizer.state().find(StateKind::anchor, int64_t(i)) != nullptr ||
                              optimizer.shards(); // ranks exchange every weight
         if (step.params != nullptr) check_param(step.params[i], param);

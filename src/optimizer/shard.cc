@@ -43,9 +43,9 @@ std::vector<ListVector> owned_vectors(const std::vector<Param> &params, const st
     for (int owner = 0; owner < count; ++owner) vectors.push_back(vector_of(params, owners, owner));
     return vectors;
 }
-bool has_family(const std::vector<dsopt_group> &groups) {
-    return std::any_of(groups.begin(), groups.end(),
-                       [](const dsopt_group &group) { return is_onebit(group.algorithm); });
+bool any_averaged(const std::vector<Participation> &participation) {
+    return std::any_of(participation.begin(), participation.end(),
+                       [](const Participation &p) { return p.is_averaged(); });
 }
 
 } // namespace
@@ -99,20 +99,13 @@ void check_shard_algorithm(const dsopt_optimizer_desc &desc, int32_t algorithm) 
         throw Error(DSOPT_ERR_UNSUPPORTED, "the 1-bit family is sharded in its node: DSOPT_OPTIMIZER_SHARD_NODE");
 }
 
-bool may_average(const dsopt_optimizer_desc &desc, const dsopt_group &group, bool family, const DataRank &local) {
-    // Outside of exchanges, of every rank; in exchanges with two levels, of the ranks of a node.
-    return (desc.flags & DSOPT_OPTIMIZER_AVERAGES) || (family && (!is_exchanged(group) || local.node_ranks > 1));
-}
-
-RankParts::RankParts(const std::vector<Param> &params, const std::vector<dsopt_group> &groups,
+RankParts::RankParts(const std::vector<Param> &params, const std::vector<Participation> &participation,
                      const dsopt_optimizer_desc &desc, const DataRank &local, bool on_host) :
     local_(local),
     sharding_(effective_sharding(desc, local)),
     owners_(owners_of(params, sharding_ != Sharding::none, owners())),
     layout_(vector_of(params, owners_, -1), owned_vectors(params, owners_, owners()), local.ranks,
-            largest_element(params, (desc.flags & DSOPT_OPTIMIZER_AVERAGES) || has_family(groups)),
-            on_host ? kHostStaging : kDeviceStaging) {
-    const bool family = has_family(groups), two_levels = family && local.node_ranks > 1;
+            largest_element(params, any_averaged(participation)), on_host ? kHostStaging : kDeviceStaging) {
     const auto add_leaves = [&](LeafInterval &leaves, const Param &param, const Range &range) {
         if (range.numel == 0) return;
         const int64_t first = param.first_leaf + range.begin / kLeaf;
@@ -121,17 +114,14 @@ RankParts::RankParts(const std::vector<Param> &params, const std::vector<dsopt_g
     };
     for (const Param &param : params) numels_.push_back(param.numel);
     for (size_t i = 0; i < params.size(); ++i) {
-        const dsopt_group &group = groups[size_t(params[i].group)];
         const Range &range = parts_.emplace_back(part(i, local.rank));
         add_leaves(inspected_leaves_, params[i], range);
         if (owners_[i] < 0) add_leaves(leaves_, params[i], range);
-        if (two_levels) add_leaves(slice_leaves_, params[i], slice(i));
-        const bool averages = may_average(desc, group, family, local);
-        // 1-bit Adam and LAMB only need the mean of the slice, unless ranks average everything in full steps.
-        const bool sliced = is_exchanged(group) && group.algorithm != DSOPT_ALGORITHM_ZERO_ONE_ADAM &&
-                            !(desc.flags & DSOPT_OPTIMIZER_AVERAGES) && local.ranks > local.node_ranks;
-        means_.push_back(averages && params[i].numel != 0 ? mean_numel_ : -1);
-        if (averages) mean_numel_ += round_up(sliced ? slice(i).numel : range.numel, ListVector::kAlignment);
+        if (local.node_ranks > 1) add_leaves(slice_leaves_, params[i], slice(i));
+        const Participation &p = participation[i];
+        means_.push_back(p.is_averaged() && params[i].numel != 0 ? mean_numel_ : -1);
+        if (p.is_averaged())
+            mean_numel_ += round_up(p.mean_of_slice ? slice(i).numel : range.numel, ListVector::kAlignment);
     }
 }
 

@@ -3,7 +3,7 @@
 #pragma once
 #include "device/plan.h"
 #include "exchange/layout.h"
-#include "optimizer/param.h"
+#include "optimizer/participation.h"
 #include "step/rows.h"
 
 namespace dsopt {
@@ -32,7 +32,7 @@ void check_shard_algorithm(const dsopt_optimizer_desc &desc, int32_t algorithm);
 /// rows are for means of gradients. Tensors of matrices are whole on one rank, and have no place in the vector.
 class RankParts {
 public:
-    RankParts(const std::vector<Param> &params, const std::vector<dsopt_group> &groups,
+    RankParts(const std::vector<Param> &params, const std::vector<Participation> &participation,
               const dsopt_optimizer_desc &desc, const DataRank &local, bool on_host);
     Sharding sharding() const { return sharding_; }
     /// Returns the elements of a parameter that are in the part of a rank.
@@ -68,8 +68,5 @@ private:
     std::vector<int64_t> means_;
     int64_t mean_numel_ = 0;
 };
-/// True if the engine may average the gradient of a parameter of this group. `family`: there is a group of the 1-bit
-/// family.
-bool may_average(const dsopt_optimizer_desc &desc, const dsopt_group &group, bool family, const DataRank &local);
 
 } // namespace dsopt
