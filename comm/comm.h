@@ -147,6 +147,9 @@ struct CommSet {
     /// If set, the data-parallel ranks are the ranks of all nodes, and `data` connects the ranks with the same index in
     /// their nodes.
     Comm *node;
+    /// Returns the ranks that matrices are partitioned among, those of a node, so that nothing is sent between nodes;
+    /// NULL: one rank.
+    Comm *matrices() const { return node != nullptr ? node : data; }
 };
 
 /// Calls body(). A failure makes all comms with more than one rank unusable, because their ranks may be at different

@@ -164,7 +164,7 @@ void Optimizer::finalize_groups() {
 }
 
 void Optimizer::set_matrices(const Registry &registry) {
-    const Comm *const comm = attachments_.node ? attachments_.node.get() : attachments_.data.get();
+    const Comm *const comm = comms().matrices();
     const bool split = (desc_.flags & DSOPT_OPTIMIZER_SPLIT_MATRICES) && comm != nullptr;
     auto matrices = std::make_unique<Matrices>(registry.params, registry.groups, shards() ? parts_.get() : nullptr,
                                                split ? comm->ranks() : 1, split ? comm->rank() : 0);

@@ -327,6 +327,8 @@ StepRows plan_rows(const Optimizer &optimizer, const StepRequest &request, const
     const RankParts &parts = *optimizer.parts();
     StepRows rows{.layout = parts.layout(),
                   .sharding = parts.sharding(),
+                  .comms = row_comms(optimizer.attachments().data.get(), optimizer.attachments().node.get(),
+                                     parts.sharding(), plan.fed != nullptr),
                   .averaged = nullptr,
                   .averaged_in_node = nullptr,
                   .all_of_node = plan.onebit != nullptr && needs_all_of_node(*plan.onebit),

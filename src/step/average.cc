@@ -24,15 +24,15 @@ public:
         gradients_(gradients),
         in_node_(in_node),
         jobs_(in_node && run.plan.fed != nullptr && !run.rows->all_of_node ? run.plan.fed : run.plan.jobs),
-        local_(data_rank_of(run.comms.data, run.comms.node)),
+        local_(rows_.comms.local),
         nodes_(local_.nodes()),
-        sends_f32_((run.comms.node != nullptr ? run.comms.node : run.comms.data)->provider_sums()) {}
+        sends_f32_(rows_.comms.first_level().provider_sums()) {}
 
     void average(int64_t stripe) const {
         const int64_t bytes = row_bytes(stripe, false), f32_bytes = row_bytes(stripe, true);
         if (bytes == 0) return;
         pack(stripe, bytes);
-        Comm *const data = run_.comms.data, *const node = run_.comms.node;
+        Comm *const data = rows_.comms.data, *const node = rows_.comms.node;
         if (node == nullptr) return add_up(stripe, exchange(*data, bytes, false), f32_bytes);
         const Received slice = exchange(*node, nodes_ * bytes, false); // of this rank in its node: a row per node
         if (nodes_ == 1 && !in_node_) return add_up(stripe, slice, f32_bytes);
@@ -130,7 +130,7 @@ private:
         sum(pieces, {from.stride, from.count, 1.0f / float(local_.ranks)});
         if (alone) return;
         const bool in_node = rows_.sharding == Sharding::in_node;
-        gather_means(stripe, run_.comms.data, in_node ? nullptr : run_.comms.node, f32_bytes,
+        gather_means(stripe, rows_.comms.data, in_node ? nullptr : rows_.comms.node, f32_bytes,
                      in_node ? local_.first_of_slice() : 0, f32_bytes);
     }
     /// Gathers F32 rows over the comms, and copies them to the means. `message`: bytes of this rank's rows. `first`: the
@@ -169,9 +169,8 @@ void average_gradients(const StepRun &run) {
 }
 
 void reserve_average(const StepRun &run) {
-    const auto [data, model, experts, expert_count, node] = run.comms;
     int64_t message = run.rows->layout.max_row_bytes();
-    for (Comm *comm : {data, node}) {
+    for (Comm *comm : {run.rows->comms.data, run.rows->comms.node}) {
         if (comm == nullptr) continue;
         comm->reserve({.all_to_all = message, .all_gather = message}, run.plan.execution.stream, Place::backend);
         message *= comm->ranks();

@@ -3,33 +3,10 @@
 #include "exchange/exchange.h"
 
 namespace dsopt {
-namespace {
-
-/// The comms over which the parts of sharded state, or those of StepPlan::fed, are spread.
-struct PartComms {
-    Comm *data, *node;
-};
-PartComms comms_of(const StepRun &run) {
-    const bool in_node = run.rows->sharding == Sharding::in_node || run.plan.fed != nullptr;
-    return {in_node ? nullptr : run.comms.data, run.comms.node};
-}
-
-/// The rows with this rank's part.
-struct OwnRows {
-    int first, count;
-};
-OwnRows own_rows(const StepRun &run) {
-    const DataRank local = data_rank_of(run.comms.data, run.comms.node);
-    const bool in_node = run.rows->sharding == Sharding::in_node;
-    return in_node ? OwnRows{local.first_of_slice(), local.nodes()} : OwnRows{local.rank, 1};
-}
-
-} // namespace
-
 void complete_leaves(const StepRun &run, double *values) {
-    const auto [data, node] = comms_of(run);
+    const RowComms &comms = run.rows->comms;
     const Execution &execution = run.plan.execution;
-    for (Comm *comm : {node, data})
+    for (Comm *comm : {comms.node, comms.between_parts})
         if (comm != nullptr)
             comm->all_reduce(values, execution.shape.leaves, DSOPT_DTYPE_F64, DSOPT_OP_SUM, execution.stream,
                              Place::backend);
@@ -45,8 +22,7 @@ void gather_weights(const StepRun &run) {
     const RowLayout &layout = rows.layout;
     const Execution &execution = run.plan.execution;
     const Device &device = run.context.device();
-    const auto [data, node] = comms_of(run);
-    const auto [own, count] = own_rows(run);
+    const auto [own, count] = std::pair(rows.comms.first, rows.comms.count);
     const auto size_of = [&](size_t i) { return int64_t(dtype_size(rows.weights[i].dtype)); };
     for (int64_t stripe = 0; stripe < layout.stripes(); ++stripe) {
         const int64_t bytes = layout.row_bytes(stripe, size_of);
@@ -61,7 +37,7 @@ void gather_weights(const StepRun &run) {
         for (int row = 0; row < count; ++row) add_row(own + row, rows.staging[0] + row * bytes);
         device.clear(rows.staging[0], size_t(message), execution.stream);
         device.kernels().copy(pieces.tensors(), pieces.others(), pieces.count(), execution.parallel, execution.stream);
-        char *const all = gather_rows(rows, data, node, message, execution.stream);
+        char *const all = gather_rows(rows, rows.comms.between_parts, rows.comms.node, message, execution.stream);
         pieces.clear();
         for (int row = 0; row < layout.ranks(); ++row)
             if (row < own || row >= own + count) add_row(row, all + row * bytes);
@@ -70,10 +46,10 @@ void gather_weights(const StepRun &run) {
 }
 
 void reserve_gather(const StepRun &run) {
-    const auto [data, node] = comms_of(run);
+    const RowComms &comms = run.rows->comms;
     const int64_t leaves = run.plan.execution.shape.leaves * int64_t(sizeof(double));
-    int64_t message = own_rows(run).count * run.rows->layout.max_row_bytes();
-    for (Comm *comm : {data, node}) {
+    int64_t message = comms.count * run.rows->layout.max_row_bytes();
+    for (Comm *comm : {comms.between_parts, comms.node}) {
         if (comm == nullptr) continue;
         comm->reserve({.all_reduce = leaves, .all_gather = message}, run.plan.execution.stream, Place::backend);
         message *= comm->ranks();

@@ -6,9 +6,6 @@ namespace {
 
 bool is_split(const StepRun &run) { return run.plan.matrices != nullptr && run.plan.matrices->places != nullptr; }
 
-/// Returns the ranks that matrices are partitioned among: those of a node, so that nothing is sent between nodes.
-Comm &sharing_comm(const StepRun &run) { return run.comms.node != nullptr ? *run.comms.node : *run.comms.data; }
-
 } // namespace
 
 void update_matrices(const StepRun &run, StepKernels &kernels) {
@@ -24,7 +21,7 @@ void update_matrices(const StepRun &run, StepKernels &kernels) {
     }
     if (!split) return;
     kernels.mark(DSOPT_MS_BASIC_STEP);
-    sharing_comm(run).all_gather(plan.row, plan.rows, plan.row_bytes, run.plan.execution.stream, Place::backend);
+    run.comms.matrices()->all_gather(plan.row, plan.rows, plan.row_bytes, run.plan.execution.stream, Place::backend);
     kernels.mark(DSOPT_MS_EXCHANGE);
     for (int64_t batch = 0; batch < plan.counts.batches; ++batch) {
         local.run(MatrixPass::take, batch);
@@ -34,8 +31,8 @@ void update_matrices(const StepRun &run, StepKernels &kernels) {
 
 void reserve_matrices(const StepRun &run) {
     if (is_split(run))
-        sharing_comm(run).reserve({.all_gather = run.plan.matrices->row_bytes}, run.plan.execution.stream,
-                                  Place::backend);
+        run.comms.matrices()->reserve({.all_gather = run.plan.matrices->row_bytes}, run.plan.execution.stream,
+                                      Place::backend);
 }
 
 } // namespace dsopt

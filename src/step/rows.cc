@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "step/rows.h"
+#include "exchange/exchange.h"
 #include <algorithm>
 #include <utility>
 #include <vector>
@@ -54,6 +55,17 @@ RowLayout::Stripes RowLayout::stripes_of(int64_t chunk_blocks, int64_t capacity)
     const int64_t fitting = capacity / (ranks() * ListVector::kBlock * element_);
     const int64_t blocks = std::clamp<int64_t>(fitting, 1, std::max<int64_t>(chunk_blocks, 1));
     return {blocks, (chunk_blocks + blocks - 1) / blocks};
+}
+
+RowComms row_comms(Comm *data, Comm *node, Sharding sharding, bool feeds) {
+    const DataRank local = data_rank_of(data, node);
+    const bool in_node = sharding == Sharding::in_node;
+    return {.data = data,
+            .node = node,
+            .local = local,
+            .between_parts = in_node || feeds ? nullptr : data,
+            .first = in_node ? local.first_of_slice() : local.rank,
+            .count = in_node ? local.nodes() : 1};
 }
 
 char *gather_rows(const StepRows &rows, Comm *data, Comm *node, int64_t bytes, void *stream) {

@@ -4,6 +4,7 @@
 #include "base/dtype.h"
 #include "base/sizes.h"
 #include "comm/comm.h"
+#include "exchange/layout.h"
 #include "exchange/vector.h"
 #include <algorithm>
 
@@ -94,10 +95,23 @@ enum class Sharding : uint8_t {
     in_node // one part per rank of a node: DSOPT_OPTIMIZER_SHARD_NODE
 };
 
+/// The comms of a step's rows, and this rank's place in them.
+struct RowComms {
+    Comm *data, *node; // of all data-parallel ranks; NULL: there is no such level
+    DataRank local;
+    Comm *between_parts; // in addition to `node`, the comm over which parts are spread; NULL: each node has all parts
+    int first, count;    // rows with this rank's part
+    /// Returns the comm that gradients are sent over first.
+    Comm &first_level() const { return node != nullptr ? *node : *data; }
+};
+/// `feeds`: the step has StepPlan::fed, and a rank's part is its slice of the node.
+RowComms row_comms(Comm *data, Comm *node, Sharding sharding, bool feeds);
+
 /// Messages of a step in rows, and their memory.
 struct StepRows {
     const RowLayout &layout;
     Sharding sharding;
+    RowComms comms;
     /// This rank's gradients that the step averages over all ranks, whole; one entry per tensor, with numel 0 for other
     /// tensors, and without data for zeros. NULL if there are none.
     const dsopt_tensor *averaged;
