@@ -110,10 +110,7 @@ void Optimizer::grow(const dsopt_group *group, const dsopt_param *given, int64_t
         if (had_memory) registry.memory.reset(); // bound memory is no longer used
     });
     finalized_.forget();
-    onebit_.reset();
-    parts_.reset();
-    matrices_.reset();
-    lists_compared_ = false;
+    derived_ = {};
     retire_step_memory();
     if (drops_errors) context_->log(DSOPT_LOG_INFO, "parameters were added: error feedback begins with zeros");
 }
@@ -121,8 +118,7 @@ void Optimizer::grow(const dsopt_group *group, const dsopt_param *given, int64_t
 /// Releases the memory that steps of the current lists use. After a capture it is kept, because the graph may be launched.
 /// Needs room in `retired_`.
 void Optimizer::retire_step_memory() {
-    Retired old{std::move(workspace_), std::move(cache_)};
-    workspace_ = Memory();
+    OfSteps old = std::exchange(of_steps_, {});
     if (old.cache && attachments_.pending && attachments_.pending->captured()) retired_.push_back(std::move(old));
 }
 
@@ -146,52 +142,29 @@ void Optimizer::finalize_groups() {
     finalized_.get([&] {
         Registry &registry = registry_.change();
         registry.append([&](const Registry::Mark &) {
-            std::unique_ptr<OneBit> onebit;
-            if (registry.family >= 0)
-                onebit = std::make_unique<OneBit>(*context_, registry.groups, registry.params, desc_, data_rank());
-            registry.add_optimizer_state(onebit.get(), attachments_.scaler.get());
+            Derived derived = derive(registry, desc_, *context_, data_rank(), comms().matrices());
+            registry.add_optimizer_state(derived.onebit.get(), attachments_.scaler.get());
             restore_contents(registry);
-            participation_ = participation_of(registry.params, registry.groups, desc_, data_rank(),
-                                              onebit ? &onebit->setup() : nullptr);
-            if (exchanges_rows(registry.groups, desc_, data_rank()))
-                parts_ = std::make_unique<RankParts>(registry.params, participation_, desc_, data_rank(),
-                                                     context_->device().is_host());
-            if (shards()) set_parts(registry);
-            set_matrices(registry);
-            onebit_ = std::move(onebit);
+            if (derived.shards()) set_parts(*derived.parts, registry);
+            matrix_scratch_.reserve(derived.sizes.matrix_scratch); // later `apply` allocates nothing
+            derived_ = std::move(derived);
         });
     });
 }
 
-void Optimizer::set_matrices(const Registry &registry) {
-    const Comm *const comm = comms().matrices();
-    const bool split = (desc_.flags & DSOPT_OPTIMIZER_SPLIT_MATRICES) && comm != nullptr;
-    auto matrices = std::make_unique<Matrices>(registry.params, registry.groups, shards() ? parts_.get() : nullptr,
-                                               split ? comm->ranks() : 1, split ? comm->rank() : 0);
-    if (matrices->counts().matrices == 0) return;
-    const DeviceKernels &kernels = context_->device().kernels();
-    const int threads = context_->parallel().threads;
-    size_t bytes = 0;
-    for (const MatrixBatch &batch : matrices->batches())
-        bytes = std::max(bytes, kernels.matrix_sizes(batch, threads).scratch);
-    matrix_scratch_bytes_ = bytes != 0 ? bytes + kCacheLine : 0; // blocks of the pool have any alignment
-    matrix_scratch_.reserve(matrix_scratch_bytes_);              // later `apply` allocates nothing
-    matrices_ = std::move(matrices);
-}
-
 /// Limits the state tensors of parameters to this rank's parts. Accumulated gradients stay whole: they are this rank's
 /// own, or will be averaged.
-void Optimizer::set_parts(Registry &registry) const {
+void Optimizer::set_parts(const RankParts &parts, Registry &registry) {
     for (size_t i = 0; i < registry.params.size(); ++i) {
         Param &param = registry.params[i];
-        const int64_t numel = parts_->part(i).numel;
+        const int64_t numel = parts.part(i).numel;
         param.part_dims.assign(1, numel);
         if (!param.scale_dims.empty()) param.scale_dims.assign(1, blocks_of(numel));
     }
     for (size_t i = 0; i < registry.state.size(); ++i) {
         const StateEntry &entry = registry.state[i];
         if (entry.param < 0 || entry.kind == StateKind::grad_accum) continue;
-        const Range part = parts_->part(size_t(entry.param));
+        const Range part = parts.part(size_t(entry.param));
         const Range scales{part.begin / kBlock, blocks_of(part.numel), blocks_of(part.whole)};
         registry.state.set_part(i, is_scale(entry.kind) ? scales : part);
     }
@@ -213,9 +186,9 @@ void Optimizer::adopt(LoadedMetadata loaded, ReservedState reserved, FunctionRef
     desc_.max_value = loaded.max_value;
     calls_ = loaded.calls;
     resharded_from_ = loaded.resharded_from;
-    if (onebit_) onebit_->set_rules(registry.groups);
+    if (derived_.onebit) derived_.onebit->set_rules(registry.groups);
     state_changed();
-    if (loaded.state && onebit_) onebit_->reset_as_original_load(state());
+    if (loaded.state && onebit() != nullptr) onebit()->reset_as_original_load(state());
     if (loaded.resets_errors) reset(DSOPT_RESET_ERRORS, nullptr);
     device.wait_for_default_stream();
 }

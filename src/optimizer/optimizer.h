@@ -5,11 +5,9 @@
 #include "base/scratch.h"
 #include "comm/comm.h"
 #include "device/context.h"
-#include "optimizer/matrices.h"
-#include "optimizer/onebit.h"
+#include "optimizer/derived.h"
 #include "optimizer/registry.h"
 #include "optimizer/scaler.h"
-#include "optimizer/shard.h"
 #include "step/drive.h"
 #include <memory>
 #include <string>
@@ -65,6 +63,16 @@ constexpr int64_t kMaxCalls = int64_t(1) << 53;
 
 struct StepRequest;
 
+/// Host memory of dsopt_optimizer_step, made before the first one: memory for the tables of a step, and a copy of the
+/// last call, with which the next one is compared.
+struct CallMemory {
+    dsopt_step call{};                                   // without the addresses of its lists
+    std::vector<dsopt_tensor> grads, params, out, state; // lists of `call`
+    std::vector<dsopt_tensor> all_state;                 // `state`, completed with the optimizer's own tensors
+    std::vector<char> tables;                            // StepSizes::host_bytes
+    int64_t version = 0; // of the registry for which the tables of `call` are valid; 0: none
+};
+
 /// Memory for the state tensors that have none.
 struct ReservedState {
     static constexpr size_t kInBlock = SIZE_MAX; // in place of an offset: the tensor fits into its EngineBlock
@@ -85,17 +93,15 @@ public:
     const std::vector<dsopt_group> &groups() const { return registry_->groups; }
     const std::vector<Param> &params() const { return registry_->params; }
     const StateTable &state() const { return registry_->state; }
-    /// Returns NULL without a group of the 1-bit family, and before finalize_groups().
-    const OneBit *onebit() const { return onebit_.get(); }
-    /// Returns NULL before finalize_groups(), and unless ranks average gradients or state is sharded.
-    const RankParts *parts() const { return parts_.get(); }
-    /// Returns what each parameter takes part in. Empty before finalize_groups().
-    const std::vector<Participation> &participation() const { return participation_; }
-    /// Returns NULL before finalize_groups(), and if this rank has no matrices.
-    const Matrices *matrices() const { return matrices_.get(); }
-    bool shards() const { return parts_ && parts_->sharding() != Sharding::none; }
+    // These follow from the lists. Before finalize_groups() they are empty.
+    const OneBit *onebit() const { return derived_.onebit.get(); }
+    const RankParts *parts() const { return derived_.parts.get(); }
+    const std::vector<Participation> &participation() const { return derived_.participation; }
+    const Matrices *matrices() const { return derived_.matrices.get(); }
+    const StepSizes &sizes() const { return derived_.sizes; }
+    bool shards() const { return derived_.shards(); }
     /// Returns the elements of a parameter whose state this rank keeps.
-    Range part_of(size_t param) const { return parts_ ? parts_->part(param) : whole_range(params()[param].numel); }
+    Range part_of(size_t param) const { return parts() ? parts()->part(param) : whole_range(params()[param].numel); }
     InUse &in_use() const { return in_use_; }
     /// Returns the work that calls on this optimizer and on its scaler enqueued; NULL on backends that are the host.
     PendingWork *pending() const { return attachments_.pending.get(); }
@@ -125,8 +131,7 @@ public:
     void add_group(const dsopt_group &group, const dsopt_param *params, int64_t count);
     /// Adds parameters to the groups that dsopt_param.group names.
     void add_params(const dsopt_param *params, int64_t count);
-    /// Lazily builds the objects that depend on all groups: onebit(), parts(), matrices() and the state tensors of the
-    /// whole optimizer. Must be called before every other method except add_group(), add_params(), set(), get(),
+    /// Lazily builds what depends on all groups: Derived and the state tensors of the whole optimizer. Must be called before every other method except add_group(), add_params(), set(), get(),
     /// step(), apply() and methods that only read groups and parameters. Any number of threads may call it at the same
     /// time.
     void finalize_groups();
@@ -152,7 +157,7 @@ public:
     void decode_momentum();
     /// Must be called when state tensors may have been written to, except by steps.
     void state_changed() const {
-        if (onebit_) onebit_->invalidate_schedule();
+        if (onebit() != nullptr) onebit()->invalidate_schedule();
     }
     /// Allocates memory for the state tensors that have none, and leaves the optimizer as it is.
     ReservedState reserve_state(void *stream);
@@ -167,7 +172,7 @@ public:
     /// Changes nothing but what finalize_groups() builds: any number of threads may call it at the same time.
     void apply(const dsopt_step *step);
     /// Returns the bytes of workspace, enough for memory of any alignment.
-    size_t workspace_bytes() const;
+    size_t workspace_bytes() const { return with_alignment_padding(sizes().workspace_bytes); }
     dsopt_report report() const;
     /// Logs changes since the last report that was passed to this method: skipped steps and the loss scale.
     void log_changes(const dsopt_report &report);
@@ -176,8 +181,7 @@ private:
     void grow(const dsopt_group *group, const dsopt_param *params, int64_t count);
     void retire_step_memory();
     void check_not_frozen(const Registry::Mark &before) const;
-    void set_parts(Registry &registry) const;
-    void set_matrices(const Registry &registry);
+    static void set_parts(const RankParts &parts, Registry &registry);
     struct Move { // a copy of a tensor of the whole optimizer to its block
         StateKind kind;
         const void *from;
@@ -208,27 +212,20 @@ private:
     dsopt_optimizer_desc desc_;
     Attachments attachments_;
     Versioned<Registry> registry_;
-    Once finalized_{true}; // `onebit_`, `parts_`, `matrices_` and the state tensors of the whole optimizer are built
-    std::unique_ptr<OneBit> onebit_;
-    std::vector<Participation> participation_;
-    std::unique_ptr<RankParts> parts_;
-    std::unique_ptr<Matrices> matrices_;
-    bool lists_compared_ = false; // the ranks have compared their lists of parameters in a step
+    Once finalized_{true}; // `derived_` and the state tensors of the whole optimizer are those of the registry
+    Derived derived_;
     LastOutcome outcome_;
-    Memory workspace_;
-    std::vector<char> host_memory_; // HostMemory of step.cc
-    std::unique_ptr<StepCache> cache_;
-    struct Retired {
+    /// Memory of steps with the current lists.
+    struct OfSteps {
         Memory workspace;
         std::unique_ptr<StepCache> cache; // it describes the workspace
-    };
-    std::vector<Retired> retired_; // of earlier lists, for graphs that were captured with them
-    dsopt_step last_call_{};       // without addresses of lists; these are in `host_memory_`
-    int64_t planned_ = 0;          // version of the registry for which the tables of the last call are valid; 0: none
+        CallMemory call;
+        bool lists_compared = false; // the ranks have compared their lists of parameters in a step
+    } of_steps_;
+    std::vector<OfSteps> retired_; // of earlier lists, for graphs that were captured with them
     mutable ScratchPool host_scratch_, matrix_scratch_;
-    size_t matrix_scratch_bytes_ = 0; // of a call, with `matrices_`
-    int64_t calls_ = 0;               // of dsopt_optimizer_step
-    int32_t resharded_from_ = 0;      // as in dsopt_report
+    int64_t calls_ = 0;          // of dsopt_optimizer_step
+    int32_t resharded_from_ = 0; // as in dsopt_report
     struct {
         int64_t skipped = 0;
         double loss_scale = 0; // 0: unknown

@@ -22,38 +22,6 @@ uint32_t flags_of(const dsopt_step &step);
 /// Throws if an argument of the call is wrong. `functional`: the call is dsopt_optimizer_apply.
 void check_step(const Optimizer &optimizer, const dsopt_step &step, bool functional);
 
-/// Bytes that must be zero before the first step in a workspace: StepFlags and Outcome, which come first.
-constexpr size_t kZeroedBytes = round_up(sizeof(StepFlags)) + sizeof(Outcome);
-
-/// The memory of one step, partitioned into arrays that are aligned to kCacheLine. The partition depends on parameters
-/// and groups only, so sizes are constant. Arrays that the host writes come last if backend memory is host memory;
-/// otherwise they are in a separate block.
-struct StepMemory {
-    StepFlags *control;
-    Outcome *outcome; // used unless StepRequest::stateful
-    Scalars *scalars;
-    double *divisors, *norms, *sums_a, *sums_b;
-    int64_t *bad;
-    ShardSums *shards;
-    char *device_workspace;
-    double *factors;
-    char *exchange;
-    float *mean;
-    char *staging[2];                          // StepRows::staging
-    char *matrices, *matrix_row, *matrix_rows; // of MatrixPlan
-    size_t bytes;
-    // Written by the host.
-    char *table;
-    dsopt_tensor *weights, *averaged, *averaged_in_node, *pieces; // StepRows
-    dsopt_tensor *gradients;                                      // StepRun::zeroed
-    double *host_norms;
-    size_t host_bytes; // 0 if backend memory is host memory
-
-    /// With both NULL only the sizes are computed.
-    StepMemory(const Optimizer &optimizer, void *workspace, void *host);
-};
-
-StepShape shape_of(const Optimizer &optimizer);
 /// Fills the tables of tensors and groups, and returns the plan. `state`: a list of all state tensors.
 StepPlan make_plan(const Optimizer &optimizer, const StepRequest &request, const dsopt_tensor *state,
                    const StepMemory &memory, const StepTable &table, const OneBitPlan *onebit,

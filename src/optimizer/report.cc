@@ -73,7 +73,7 @@ dsopt_report Optimizer::report() const {
     r.update_norm = outcome.update_norm;
     r.divisor = outcome.divisor;
     std::memcpy(r.ms, outcome.ms, sizeof r.ms);
-    if (cache_) cache_->add_phase_times(r.ms);
+    if (of_steps_.cache) of_steps_.cache->add_phase_times(r.ms);
     r.resharded_from = resharded_from_;
     for (const StateEntry &entry : state()) r.state_bytes += int64_t(entry.bytes());
     r.workspace_bytes = groups().empty() ? 0 : int64_t(workspace_bytes());

@@ -57,9 +57,9 @@ void Optimizer::wait_for_tensors() const {
 }
 
 void Optimizer::decode_momentum() {
-    if (!onebit_ || state().find(StateKind::exp_avg_bits) == nullptr) return;
+    if (onebit() == nullptr || state().find(StateKind::exp_avg_bits) == nullptr) return;
     wait_for_tensors();
-    onebit_->decode_momentum(state(), params());
+    onebit()->decode_momentum(state(), params());
 }
 
 void Optimizer::prepare_for_host() {
@@ -118,7 +118,7 @@ void Optimizer::ensure_state(ReservedState reserved, const dsopt_tensor *params,
     if (counters && wrapper() != Wrapper::none && !masters_follow) {
         ensure_workspace(stream);
         // The initial step changes parameters that have no separate master: nothing after it may fail.
-        run_initial_step(params, list.data(), workspace_.data(), stream);
+        run_initial_step(params, list.data(), of_steps_.workspace.data(), stream);
     }
     (void)registry.state.add_arena(std::move(arena));
     for (size_t k = 0; k < missing.size(); ++k) {

@@ -12,24 +12,6 @@ namespace dsopt {
 
 namespace {
 
-/// Host memory that an optimizer keeps between steps, in addition to its workspace.
-struct HostMemory {
-    dsopt_tensor *grads, *params, *out, *state; // the lists of the last call
-    dsopt_tensor *all_state;                    // `state`, completed with the optimizer's own tensors
-    char *tables;                               // StepMemory's; last, because its size takes longer to compute
-    size_t bytes;
-
-    /// With `memory` NULL only the bytes before `tables` are counted.
-    HostMemory(const Optimizer &optimizer, void *memory) {
-        Arena arena(memory);
-        const auto count = int64_t(optimizer.params().size()), all = int64_t(optimizer.state().size());
-        for (dsopt_tensor **list : {&grads, &params, &out}) arena.take(*list, count);
-        for (dsopt_tensor **list : {&state, &all_state}) arena.take(*list, all);
-        arena.take(tables, 0);
-        bytes = arena.bytes();
-    }
-};
-
 static_assert(sizeof(dsopt_tensor) == 24, "no padding: lists are compared byte by byte");
 
 /// Returns the call without the addresses of its lists and without its stream, for a comparison byte by byte.
@@ -41,19 +23,19 @@ dsopt_step without_addresses(dsopt_step step) {
     return step;
 }
 
-bool same_list(const dsopt_tensor *now, const dsopt_tensor *before, int64_t count) {
-    return now == nullptr || count == 0 || std::memcmp(now, before, size_t(count) * sizeof *now) == 0;
+bool same_list(const dsopt_tensor *now, const std::vector<dsopt_tensor> &before, int64_t count) {
+    return now == nullptr || count == 0 || std::memcmp(now, before.data(), size_t(count) * sizeof *now) == 0;
 }
 
-void copy_list(dsopt_tensor *to, const dsopt_tensor *from, int64_t count) {
-    if (from != nullptr && count != 0) std::memcpy(to, from, size_t(count) * sizeof *to);
+void copy_list(std::vector<dsopt_tensor> &to, const dsopt_tensor *from, int64_t count) {
+    if (from != nullptr && count != 0) std::memcpy(to.data(), from, size_t(count) * sizeof *from);
 }
 
 /// True if the lists differ in addresses only, and the new addresses are legal.
-bool differs_in_addresses(const dsopt_tensor *now, const dsopt_tensor *before, int64_t count) {
+bool differs_in_addresses(const dsopt_tensor *now, const std::vector<dsopt_tensor> &before, int64_t count) {
     bool may = now != nullptr;
     for (int64_t i = 0; i < count && may; ++i) {
-        const dsopt_tensor &a = now[i], &b = before[i];
+        const dsopt_tensor &a = now[i], &b = before[size_t(i)];
         may = a.numel == b.numel && a.dtype == b.dtype && a.reserved == b.reserved &&
               (a.data != nullptr) == (b.data != nullptr) &&
               // of an absent tensor no other field was checked, and its dtype may be 0
@@ -85,44 +67,41 @@ void Optimizer::run(const StepRequest &request, const dsopt_tensor *state, void 
     const Device &device = context_->device();
     void *const stream = request.step.stream;
     char *const begin = static_cast<char *>(workspace) + alignment_padding(workspace);
-    HostScratch scratch(host_scratch_, request.host ? 0 : StepMemory(*this, nullptr, nullptr).host_bytes);
-    const StepMemory memory(*this, begin, request.host ? request.host : scratch.data());
-    // It is not in the workspace, whose size is part of programs that may run on other machines (JAX's).
-    HostScratch matrix_scratch(matrix_scratch_, matrices_ ? matrix_scratch_bytes_ : 0);
+    HostScratch scratch(host_scratch_, request.host ? 0 : sizes().host_bytes);
+    const StepMemory memory(sizes(), begin, request.host ? request.host : scratch.data());
+    HostScratch matrix_scratch(matrix_scratch_, sizes().matrix_scratch);
     if (!request.stateful) device.clear(memory.control, kZeroedBytes, stream);
 
-    const StepTable table(memory.table, shape_of(*this));
-    const bool engine_schedule = onebit_ && request.engine_schedule;
+    const StepTable table(memory.table, sizes().shape);
+    const OneBit *const family = this->onebit();
+    const bool engine_schedule = family != nullptr && request.engine_schedule;
     PlannedOneBit onebit;
-    if (onebit_)
-        onebit_->plan(this->state(), state, table.onebit, memory.exchange, memory.factors, engine_schedule, stream,
-                      onebit);
+    if (family != nullptr)
+        family->plan(this->state(), state, table.onebit, memory.exchange, memory.factors, engine_schedule, stream,
+                     onebit);
     MatrixPlan matrices{};
-    if (matrices_) {
-        matrices = matrices_->plan(groups(), table, request.reuse != Reuse::nothing);
+    if (this->matrices() != nullptr) {
+        matrices = this->matrices()->plan(groups(), table, request.reuse != Reuse::nothing);
         matrices.row = memory.matrix_row;
         matrices.rows = memory.matrix_rows;
         matrices.workspace = memory.matrices;
-        if (matrix_scratch_bytes_ != 0)
+        if (sizes().matrix_scratch != 0)
             matrices.scratch = matrix_scratch.data() + (0 - uintptr_t(matrix_scratch.data())) % kCacheLine;
     }
-    StepPlan plan = make_plan(*this, request, state, memory, table, onebit_ ? &onebit.plan : nullptr,
-                              matrices_ ? &matrices : nullptr);
+    StepPlan plan = make_plan(*this, request, state, memory, table, family != nullptr ? &onebit.plan : nullptr,
+                              this->matrices() != nullptr ? &matrices : nullptr);
     if (request.stateful) {
         plan.outcome = outcome_.data();
-        plan.execution.cache = cache_.get();
+        plan.execution.cache = of_steps_.cache.get();
     }
     if (context_->checks_pointers()) check_pointers(*this, request, plan);
 
     const CommSet ranks = request.initial ? CommSet{} : comms();
     std::optional<StepRows> rows;
-    if (parts_ && !request.initial) rows.emplace(plan_rows(*this, request, state, memory, plan));
-    if (engine_schedule) onebit_->invalidate_schedule(); // in case the step fails
+    if (parts() != nullptr && !request.initial) rows.emplace(plan_rows(*this, request, state, memory, plan));
+    if (engine_schedule) family->invalidate_schedule(); // in case the step fails
     const bool checks = request.ranks_compared != nullptr && checks_ranks(*this);
-    // Ranks with different lists would send different messages.
-    const bool sends_lists =
-        parts_ || (matrices_ && matrices_->counts().split) || (onebit_ && onebit_->setup().compresses);
-    const bool checks_lists = !checks && request.stateful && sends_lists && !lists_compared_;
+    const bool checks_lists = !checks && request.stateful && derived_.sends_lists() && !of_steps_.lists_compared;
     const auto compare = [&] {
         if (checks) *request.ranks_compared = true;
         if (checks || checks_lists) check_ranks(*this, plan, rows ? &*rows : nullptr, checks_lists, request.stateful);
@@ -136,7 +115,7 @@ void Optimizer::run(const StepRequest &request, const dsopt_tensor *state, void 
            .rows = rows ? &*rows : nullptr,
            .zeroed = rows && (plan.flags & DSOPT_STEP_ZERO_GRADS) ? memory.gradients : nullptr});
     if (request.stateful && desc_.skip_budget > 0) outcome_.enqueue_copy(device, stream);
-    if (engine_schedule) onebit_->count_step(onebit.plan);
+    if (engine_schedule) family->count_step(onebit.plan);
 }
 
 /// The original's wrappers take one step of the base optimizer on zero gradients when they are constructed: counters
@@ -172,10 +151,10 @@ void Optimizer::execute_step(const dsopt_step &step, bool &ranks_compared) {
                               .stateful = true,
                               .engine_schedule = engine_schedule,
                               .reuse = reuse,
-                              .host = HostMemory(*this, host_memory_.data()).tables,
+                              .host = of_steps_.call.tables.data(),
                               .ranks_compared = &ranks_compared};
-    planned_ = 0; // in case the step fails
-    run(request, state, workspace_.data());
+    of_steps_.call.version = 0; // in case the step fails
+    run(request, state, of_steps_.workspace.data());
     store_call(request);
     count_call(step);
 }
@@ -199,10 +178,10 @@ void Optimizer::check_skip_budget(void *stream) const {
 /// Compares the call with the last call, and returns which of its tables can be reused. Lists are compared with the
 /// last call's lists and not with the tables, which occupy five times as many cache lines.
 Reuse Optimizer::reuse_of(const dsopt_step &step) {
-    if (planned_ != registry_.version()) return Reuse::nothing;
+    const CallMemory &last = of_steps_.call;
+    if (last.version != registry_.version()) return Reuse::nothing;
     const dsopt_step call = without_addresses(step);
-    const HostMemory last(*this, host_memory_.data());
-    if (std::memcmp(&call, &last_call_, sizeof call) != 0 || !same_list(step.params, last.params, step.count) ||
+    if (std::memcmp(&call, &last.call, sizeof call) != 0 || !same_list(step.params, last.params, step.count) ||
         !same_list(step.out, last.out, step.count) || !same_list(step.state, last.state, step.state_count))
         return Reuse::nothing;
     if (same_list(step.grads, last.grads, step.count)) return Reuse::all;
@@ -233,30 +212,30 @@ const dsopt_tensor *Optimizer::find_state(const dsopt_step &step, bool *engine_s
     if (!*engine_schedule) state_changed(); // the list may name the engine's own memory
     if (complete) return step.state;
     if (step.state == nullptr) return state().list().data();
-    dsopt_tensor *const list = HostMemory(*this, host_memory_.data()).all_state;
+    std::vector<dsopt_tensor> &list = of_steps_.call.all_state;
     for (size_t i = 0; i < state().size(); ++i)
         list[i] = step.state[i].data != nullptr ? step.state[i] : state().list()[i];
-    return list;
+    return list.data();
 }
 
 /// Stores the call for reuse_of(), unless its jobs change from step to step, as with the 1-bit family and with
 /// accumulated gradients.
 void Optimizer::store_call(const StepRequest &request) {
-    if (onebit_ || (request.flags & DSOPT_STEP_ACCUMULATED) || context_->checks_pointers()) return;
+    if (onebit() != nullptr || (request.flags & DSOPT_STEP_ACCUMULATED) || context_->checks_pointers()) return;
     const dsopt_step &step = request.step;
-    const HostMemory last(*this, host_memory_.data());
+    CallMemory &last = of_steps_.call;
     if (request.reuse == Reuse::nothing) {
-        last_call_ = without_addresses(step);
+        last.call = without_addresses(step);
         copy_list(last.params, step.params, step.count);
         copy_list(last.out, step.out, step.count);
         copy_list(last.state, step.state, step.state_count);
     }
     if (request.reuse != Reuse::all) copy_list(last.grads, step.grads, step.count);
-    planned_ = registry_.version();
+    last.version = registry_.version();
 }
 
 void Optimizer::count_call(const dsopt_step &step) {
-    lists_compared_ = true;
+    of_steps_.lists_compared = true;
     calls_ = std::min(calls_ + 1, kMaxCalls);
     if (step.flags & DSOPT_STEP_ACCUMULATED)
         for (Param &param : registry_.change().params) param.accumulated = false;
@@ -265,7 +244,7 @@ void Optimizer::count_call(const dsopt_step &step) {
 void Optimizer::execute_apply(const dsopt_step &step, bool &ranks_compared) const {
     check_step(*this, step, true);
     check_state_list(*this, step.state, step.state_count, true);
-    const size_t bytes = StepMemory(*this, nullptr, nullptr).bytes, needed = bytes + alignment_padding(step.workspace);
+    const size_t needed = sizes().workspace_bytes + alignment_padding(step.workspace);
     if (step.workspace == nullptr || step.workspace_bytes < needed)
         throw Error(DSOPT_ERR_WORKSPACE, "dsopt_step.workspace has %zu bytes, %zu are needed",
                     step.workspace == nullptr ? size_t(0) : step.workspace_bytes, needed);
@@ -277,13 +256,16 @@ void Optimizer::execute_apply(const dsopt_step &step, bool &ranks_compared) cons
 
 void Optimizer::ensure_workspace(void *stream) {
     const Device &device = context_->device();
-    if (workspace_.data() == nullptr) {
+    if (of_steps_.workspace.data() == nullptr) {
         Memory workspace(context_, workspace_bytes(), stream);
         device.clear(static_cast<char *>(workspace.data()) + alignment_padding(workspace.data()), kZeroedBytes, stream);
-        host_memory_.resize(HostMemory(*this, nullptr).bytes + StepMemory(*this, nullptr, nullptr).host_bytes);
-        workspace_ = std::move(workspace);
+        CallMemory &call = of_steps_.call;
+        for (auto *list : {&call.grads, &call.params, &call.out}) list->resize(params().size());
+        for (auto *list : {&call.state, &call.all_state}) list->resize(state().size());
+        call.tables.resize(sizes().host_bytes);
+        of_steps_.workspace = std::move(workspace);
     }
-    if (!cache_) cache_ = device.kernels().make_cache();
+    if (!of_steps_.cache) of_steps_.cache = device.kernels().make_cache();
     outcome_.make(context_, stream);
 }
 
