@@ -5,6 +5,9 @@
 
 namespace dsopt::gpu {
 
+/// What the last block of a pass does after it, in place of kernels of their own.
+enum class Tail : uint8_t { none, fold, fold_and_decide, trust, finish };
+
 /// Passed by value to every kernel. The pointers of `plan` are device pointers here.
 struct DevicePlan {
     StepPlan plan;
@@ -17,7 +20,8 @@ struct DevicePlan {
     double *tensor_updates;
     int32_t *tensor_cell; // index of its cell in the table of norms, -1 = none
     bool backwards;       // last leaf first: a pass begins with data that are in the L2 cache since the previous pass
-    bool decided;         // a kernel before the update makes the decision; else the update kernel makes it at its end
+    bool decided;         // a kernel before the update makes the decision; else Tail::finish makes it
+    Tail tail;            // of the kernel that gets this plan
 };
 
 } // namespace dsopt::gpu

@@ -53,15 +53,14 @@ template <bool Parts> __device__ inline void fold_on_block(const DevicePlan &d) 
     if (threadIdx.x == 0) record_nonfinite(plan, found);
 }
 
-__global__ void __launch_bounds__(kThreads, 4)
-    inspect_kernel(GRID_CONSTANT const PdlArgument<DevicePlan> argument, const Fold what_follows) {
+__global__ void __launch_bounds__(kThreads, 4) inspect_kernel(GRID_CONSTANT const PdlArgument<DevicePlan> argument) {
     const DevicePlan &d = argument.begin_kernel();
     const StepPlan &plan = d.plan;
     for_leaves_by_warp(d, {&plan.control->inspect.distributed}, [&](uint32_t leaf, int32_t tensor) INLINED {
         const TensorJob &job = plan.jobs[tensor];
         const auto [begin, n] = Leaf(job, leaf); // n <= 0 behind the range
         if (begin < 0) return;                   // before the range: another rank's leaf
-        const bool lead = threadIdx.x % 32 == 0, alone = job.leaves.count() == 1 && !plan.policy.completes;
+        const bool lead = threadIdx.x % 32 == 0, alone = job.leaves.count() == 1 && d.tail != Tail::none;
         if (lead && begin == 0) d.tensor_cell[tensor] = is_inspected(job) ? int32_t(norm_cell(plan.norms, job)) : -1;
         if (!is_inspected(job)) {
             if (lead && alone) d.tensor_squares[tensor] = 0;
@@ -83,9 +82,9 @@ __global__ void __launch_bounds__(kThreads, 4)
             plan.leaf.bad[leaf] = bad;
         }
     });
-    if (!last_block(plan.control->inspect) || what_follows == Fold::none) return;
+    if (!last_block(plan.control->inspect) || d.tail == Tail::none) return;
     fold_on_block<false>(d);
-    if (what_follows == Fold::decide && threadIdx.x == 0) (void)decide_step(d.plan);
+    if (d.tail == Tail::fold_and_decide && threadIdx.x == 0) (void)decide_step(d.plan);
 }
 
 /// Folds the results of leaves that other ranks have completed, in one block.
@@ -111,17 +110,13 @@ __global__ void decide_kernel(GRID_CONSTANT const PdlArgument<DevicePlan> argume
     if (decides) (void)decide_step(d.plan);
 }
 
-void inspect(const DevicePlan &d, Fold fold, const Launcher &launcher) {
-    // Fold::decide: ranks do not agree in this step, so the next operation is a kernel, not a collective.
-    launcher.launch_grid(d.leaves / kWarps + 1, {"inspect", kernel_if(fold == Fold::decide)}, inspect_kernel, d, fold);
+void inspect(const DevicePlan &d, Next next, const Launcher &launcher) {
+    launcher.launch_grid(d.leaves / kWarps + 1, {"inspect", next}, inspect_kernel, d);
 }
-void fold_parts(const DevicePlan &d, const Launcher &launcher) { launcher.launch_block("fold_parts", fold_kernel, d); }
-void decide(const DevicePlan &d, bool folds, bool decides, const Launcher &launcher) {
-    // After an agreement of ranks the update may begin with a memset, a copy or a collective.
-    const StepPlan &plan = d.plan;
-    const bool alone = folds && decides,
-               updates = decides && plan.onebit == nullptr && plan.shards.count == 0 && !plan.policy.parts;
-    const Next next = kernel_if(alone || updates);
+void fold_completed(const DevicePlan &d, Next next, const Launcher &launcher) {
+    launcher.launch_block({"fold_completed", next}, fold_kernel, d);
+}
+void decide(const DevicePlan &d, bool folds, bool decides, Next next, const Launcher &launcher) {
     launcher.launch_thread({decides ? "decide" : "fold", next}, decide_kernel, d, folds, decides);
 }
 

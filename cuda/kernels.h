@@ -23,25 +23,26 @@ void norm(const dsopt_tensor *list, int64_t count, int32_t kind, double max_norm
 void load_list_kernels(KernelLoader &load);
 
 // inspect.cu
-/// Launches pass 1. `fold`: what the last block does.
-void inspect(const DevicePlan &d, Fold fold, const Launcher &launcher);
+// In these and the functions of update.cu, DevicePlan::tail says what the last kernel's last block does, and `next` what
+// follows in the stream.
+/// Launches pass 1.
+void inspect(const DevicePlan &d, Next next, const Launcher &launcher);
 /// Folds the results of pass 1 that ranks have completed.
-void fold_parts(const DevicePlan &d, const Launcher &launcher);
+void fold_completed(const DevicePlan &d, Next next, const Launcher &launcher);
 /// Completes pass 1: see decide_kernel.
-void decide(const DevicePlan &d, bool folds, bool decides, const Launcher &launcher);
+void decide(const DevicePlan &d, bool folds, bool decides, Next next, const Launcher &launcher);
 void load_inspect_kernels(KernelLoader &load);
 
 // update.cu
-void update(const DevicePlan &d, const Launcher &launcher);
-/// Computes the trust ratios of tensors that are sharded over model ranks.
-void share_trust(const DevicePlan &d, const Launcher &launcher);
-void update_weights(const DevicePlan &d, const Launcher &launcher);
-/// StepKernels::find_trust() and finish(), the second one with the counts of many tensors.
-void find_trust_of_parts(const DevicePlan &d, const Launcher &launcher);
-void finish_later(const DevicePlan &d, const Launcher &launcher);
+void update(const DevicePlan &d, Next next, const Launcher &launcher);
+void update_weights(const DevicePlan &d, Next next, const Launcher &launcher);
+// Phases in kernels of their own.
+void find_trust(const DevicePlan &d, Next next, const Launcher &launcher);
+void find_shared_trust(const DevicePlan &d, Next next, const Launcher &launcher);
+void finish(const DevicePlan &d, Next next, const Launcher &launcher);
 void load_update_kernels(KernelLoader &load);
 
-// stored.cu: the same for tensors with TensorJob::stored. `next`: what follows in the stream.
+// stored.cu: the same for tensors with TensorJob::stored.
 void update_stored(const DevicePlan &d, Next next, const Launcher &launcher);
 void update_stored_weights(const DevicePlan &d, Next next, const Launcher &launcher);
 void load_stored_kernels(KernelLoader &load);

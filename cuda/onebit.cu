@@ -466,11 +466,11 @@ private:
     }
     // The order of passes is in src/step/onebit.cc. The sums of shards are zeroed before a kernel computes them, and
     // all-reduced afterwards.
-    Next unless_shards() const { return kernel_if(b_.d.plan.shards.exchanged == 0 && !b_.d.plan.policy.parts); }
+    Next unless_shards() const { return kernel_if(b_.d.plan.shards.exchanged == 0 && !b_.onebit.sharded); }
     /// Exchanges of compat mode begin with a copy to the host, and the update of shards with a memset.
     Next after_begin() const {
-        const bool asks_host = b_.onebit.exchanges && b_.onebit.rules.compat;
-        return kernel_if(!asks_host && !b_.d.plan.policy.parts && !b_.exchange.local.layout.has_holes &&
+        const bool host_decides = b_.onebit.exchanges && b_.onebit.rules.compat;
+        return kernel_if(!host_decides && !b_.onebit.sharded && !b_.exchange.local.layout.has_holes &&
                          (b_.onebit.stage == Stage::local || b_.d.plan.shards.count == 0));
     }
 

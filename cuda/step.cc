@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// A step on a device. Calls of the driver enqueue kernels. The last block of pass 1 makes the decision; the last block
-// of the last kernel advances counters and writes the report.
+// A step on a device: phases enqueue kernels. The last block of a pass also does the work of the phases after it that
+// need no other ranks, which saves the time of launching kernels for them.
 #include "device/decide.h"
 #include "kernels.h"
 #include "table.h"
+#include <algorithm>
+#include <initializer_list>
 #include <optional>
 
 namespace dsopt::gpu {
@@ -30,7 +32,8 @@ public:
               .tensor_squares = device_workspace.squares,
               .tensor_updates = device_workspace.updates,
               .tensor_cell = device_workspace.cell,
-              .decided = needs_decision(plan)};
+              .decided = true,
+              .tail = Tail::none};
         d_.plan.jobs = table_->jobs;
         d_.plan.groups = table_->groups;
         fed_ = d_;
@@ -64,41 +67,67 @@ public:
         if (phase < 0) marks_->clear();
         marks_->add(phase, launcher_.stream);
     }
-    void inspect(Fold fold) override {
-        const bool agrees = fold != Fold::decide;
-        d_.decided = d_.decided || agrees;
-        if (plan_.policy.read_gradients)
-            gpu::inspect(fed_, fold, launcher_);
-        else if (fold == Fold::table)
-            gpu::decide(d_, true, false, launcher_);
-        else if (d_.decided && fold == Fold::decide)
-            gpu::decide(d_, true, true, launcher_);
-        is_decided_ = !agrees;
-    }
-    void fold_gradients() override {
-        if (plan_.policy.read_gradients)
-            fold_parts(d_, launcher_);
-        else
-            gpu::decide(d_, true, false, launcher_);
-    }
-    void decide() override {
-        if (!is_decided_) gpu::decide(d_, false, true, launcher_);
-    }
-    // The last block of the last kernel completes the step.
-    void update() override {
-        d_.backwards = plan_.policy.read_gradients;
-        if ((onebit_ != nullptr || matrices_ != nullptr) && !leaves_work()) d_.leaves = 0;
-        gpu::update(d_, launcher_);
-    }
-    void find_trust() override { find_trust_of_parts(d_, launcher_); }
-    void finish() override { finish_later(d_, launcher_); }
-    void update_weights(bool shared) override {
-        if (shared) share_trust(d_, launcher_);
-        d_.backwards = !d_.backwards;
-        gpu::update_weights(d_, launcher_);
+    void run(const PhaseRun &part) override {
+        const Phases phases = part.phases();
+        for (size_t k = 0; k < phases.size();) {
+            const Fused fused = fuse(phases.subspan(k));
+            const size_t end = k + fused.count;
+            launch(phases[k], fused.tail, kernel_if(end < phases.size() || is_followed_by_kernel(part)));
+            for (; k < end; ++k)
+                if (part.ends_timing(k)) mark(info_of(phases[k]).ms);
+        }
     }
 
 private:
+    struct Fused {
+        size_t count; // of phases that one kernel does
+        Tail tail;
+    };
+    /// Returns what the kernel of the first phase does: the rule which neighbours are one kernel.
+    static Fused fuse(Phases phases) {
+        const auto begins_with = [&](std::initializer_list<Phase> first) {
+            return phases.size() >= first.size() && std::equal(first.begin(), first.end(), phases.begin());
+        };
+        if (begins_with({Phase::inspect, Phase::fold, Phase::decide})) return {3, Tail::fold_and_decide};
+        if (begins_with({Phase::inspect, Phase::fold})) return {2, Tail::fold};
+        if (begins_with({Phase::fold, Phase::decide})) return {2, Tail::fold_and_decide};
+        if (begins_with({Phase::update, Phase::trust})) return {2, Tail::trust};
+        if (begins_with({Phase::update, Phase::finish}) || begins_with({Phase::weights, Phase::finish}))
+            return {2, Tail::finish};
+        return {1, Tail::none};
+    }
+    /// True if the driver's next phase begins with a kernel, and not with a collective, a copy or a memset.
+    bool is_followed_by_kernel(const PhaseRun &part) const {
+        return part.is_followed_by(Phase::onebit) && !plan_.onebit->exchanges && plan_.shards.exchanged == 0;
+    }
+
+    void launch(Phase phase, Tail tail, Next next) {
+        DevicePlan &d = phase == Phase::inspect ? fed_ : d_;
+        d.tail = tail;
+        switch (phase) {
+        case Phase::inspect: return gpu::inspect(d, next, launcher_);
+        case Phase::fold:
+            // Without something to decide before it, the end of the step does both.
+            d.decided = tail == Tail::none || needs_decision(plan_);
+            if (d.decided) gpu::decide(d, true, tail == Tail::fold_and_decide, next, launcher_);
+            return;
+        case Phase::fold_completed:
+            if (plan_.policy.read_gradients) return fold_completed(d, next, launcher_);
+            return gpu::decide(d, true, false, next, launcher_);
+        case Phase::decide: return gpu::decide(d, false, true, next, launcher_);
+        case Phase::begin_onebit: return onebit_->decide(OneBitDecision::begin);
+        case Phase::update:
+            d.backwards = plan_.policy.read_gradients;
+            if ((onebit_ != nullptr || matrices_ != nullptr) && !leaves_work()) d.leaves = 0;
+            return gpu::update(d, next, launcher_);
+        case Phase::trust: return find_trust(d, next, launcher_);
+        case Phase::shared_trust: return find_shared_trust(d, next, launcher_);
+        case Phase::weights: d.backwards = !d.backwards; return gpu::update_weights(d, next, launcher_);
+        case Phase::finish: return finish(d, next, launcher_);
+        default: return; // of the driver
+        }
+    }
+
     /// True if the update has something to do. In a skipped step the update writes the outputs of all tensors.
     bool leaves_work() const {
         for (int64_t i = 0; i < plan_.count; ++i) {
@@ -111,7 +140,6 @@ private:
     const StepPlan &plan_;
     const Launcher &launcher_;
     DevicePlan d_{}, fed_{};         // with the jobs of the plan, and those of StepPlan::fed if there are any
-    bool is_decided_ = false;        // inspect() makes the decision
     std::optional<StepTable> table_; // in device memory, like `layout_`
     void *layout_ = nullptr;
     Marks *marks_ = nullptr;

@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
                 for_blocks(formats.position, where, s.aligned,
                            [&](const Position &at) INLINED { second_pass_block(plan, s, formats, at, memory); });
             });
-    if (last_block(plan.control->update_weights) && !plan.policy.ends_later) finish(d, skip);
+    if (last_block(plan.control->update_weights) && d.tail == Tail::finish) finish(d, skip);
 }
 
 void update_stored(const DevicePlan &d, Next next, const Launcher &launcher) {

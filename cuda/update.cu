@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
             });
             if (passes_of(s.rule) == Passes::reduced || plan.policy.report_norms) sum_tiles(plan, s.job, where, tiles);
         });
-    if (last_block(plan.control->update) && !plan.policy.stored) end_update(d);
+    if (last_block(plan.control->update)) end_update(d);
 }
 
 /// Computes the trust ratios of sharded tensors, after model ranks have all-reduced their sums. In a skipped step the
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kThreads, 4)
                         });
                 });
             });
-    if (last_block(plan.control->update_weights) && !plan.policy.stored && !plan.policy.ends_later) finish(d, skip);
+    if (last_block(plan.control->update_weights) && d.tail == Tail::finish) finish(d, skip);
 }
 
 /// Computes trust ratios from sums that ranks have completed, in one block.
@@ -152,39 +152,55 @@ __global__ void __launch_bounds__(kThreads) count_kernel(GRID_CONSTANT const Pdl
     const DevicePlan &d = argument.begin_kernel();
     if (!skipped(d)) count_steps(d.plan, grid_thread(), grid_threads());
 }
-void count(const DevicePlan &d, const Launcher &launcher) {
-    if (has_count_kernel(d.plan)) launcher.launch_grid(d.plan.count / kThreads + 1, "count", count_kernel, d);
+void count(const DevicePlan &d, Next next, const Launcher &launcher) {
+    launcher.launch_grid(d.plan.count / kThreads + 1, {"count", next}, count_kernel, d);
 }
 
-void update(const DevicePlan &d, const Launcher &launcher) {
-    const StepPlan &plan = d.plan;
-    // The sums of shards are all-reduced after this pass.
-    const bool is_followed = plan.policy.reduces ? plan.shards.count == plan.shards.exchanged : has_count_kernel(plan);
-    const Next next = kernel_if(is_followed && !plan.policy.ends_later);
-    if (plan.policy.plain) {
-        const size_t tiles = plan.policy.reduces || plan.policy.report_norms ? 2 * kTileBytes : 0;
-        launcher.launch_grid({d.leaves, tiles}, {"update", plan.policy.stored ? Next::kernel : next}, update_kernel, d);
+/// Launches a pass: plain(d, next) for tensors without TensorJob::stored and stored(d, next) for those with it, the last
+/// of which has the tail, and the kernel that counts the steps of many tensors if the tail ends the step.
+template <class Plain, class Stored>
+void launch_pass(const DevicePlan &d, Next next, const Launcher &launcher, const Plain &plain, const Stored &stored) {
+    const StepPolicy &policy = d.plan.policy;
+    const bool ends_step = d.tail == Tail::finish && has_count_kernel(d.plan);
+    const Next after_pass = ends_step ? Next::kernel : next;
+    if (policy.plain && policy.stored) {
+        DevicePlan first = d;
+        first.tail = Tail::none;
+        plain(first, Next::kernel);
+    } else if (policy.plain) {
+        plain(d, after_pass);
     }
-    if (plan.policy.stored) update_stored(d, next, launcher);
-    if (!plan.policy.reduces && !plan.policy.ends_later) count(d, launcher);
+    if (policy.stored) stored(d, after_pass, launcher);
+    if (ends_step) count(d, next, launcher);
 }
-void share_trust(const DevicePlan &d, const Launcher &launcher) {
-    launcher.launch_grid(d.plan.count / kThreads + 1, {"shared_trust", Next::kernel}, shared_trust_kernel, d);
+
+void update(const DevicePlan &d, Next next, const Launcher &launcher) {
+    const size_t tiles = d.plan.policy.reduces || d.plan.policy.report_norms ? 2 * kTileBytes : 0;
+    launch_pass(
+        d, next, launcher,
+        [&](const DevicePlan &plain, Next after) {
+            launcher.launch_grid({plain.leaves, tiles}, {"update", after}, update_kernel, plain);
+        },
+        update_stored);
 }
-void find_trust_of_parts(const DevicePlan &d, const Launcher &launcher) {
-    launcher.launch_block("find_trust", find_trust_kernel, d);
+void update_weights(const DevicePlan &d, Next next, const Launcher &launcher) {
+    launch_pass(
+        d, next, launcher,
+        [&](const DevicePlan &plain, Next after) {
+            launcher.launch_grid(plain.leaves, {"update_weights", after}, update_weights_kernel, plain);
+        },
+        update_stored_weights);
 }
-void finish_later(const DevicePlan &d, const Launcher &launcher) {
-    launcher.launch_block({"finish", kernel_if(has_count_kernel(d.plan))}, finish_kernel, d);
-    count(d, launcher);
+void find_trust(const DevicePlan &d, Next next, const Launcher &launcher) {
+    launcher.launch_block({"find_trust", next}, find_trust_kernel, d);
 }
-void update_weights(const DevicePlan &d, const Launcher &launcher) {
-    const Next next = kernel_if(has_count_kernel(d.plan) && !d.plan.policy.ends_later);
-    if (d.plan.policy.plain)
-        launcher.launch_grid(d.leaves, {"update_weights", d.plan.policy.stored ? Next::kernel : next},
-                             update_weights_kernel, d);
-    if (d.plan.policy.stored) update_stored_weights(d, next, launcher);
-    if (!d.plan.policy.ends_later) count(d, launcher);
+void find_shared_trust(const DevicePlan &d, Next next, const Launcher &launcher) {
+    launcher.launch_grid(d.plan.count / kThreads + 1, {"shared_trust", next}, shared_trust_kernel, d);
+}
+void finish(const DevicePlan &d, Next next, const Launcher &launcher) {
+    const bool counts = has_count_kernel(d.plan);
+    launcher.launch_block({"finish", counts ? Next::kernel : next}, finish_kernel, d);
+    if (counts) count(d, next, launcher);
 }
 
 void load_update_kernels(KernelLoader &load) {

@@ -307,12 +307,9 @@ __device__ inline void finish(const DevicePlan &d, bool skip) {
 
 /// Runs in the last block of the last kernel of pass 2.
 __device__ inline void end_update(const DevicePlan &d) {
-    if (d.plan.policy.parts) return; // other kernels, after ranks have completed the sums
+    if (d.tail == Tail::none) return;
     const bool skip = skipped(d);
-    if (!d.plan.policy.reduces) {
-        if (!d.plan.policy.ends_later) finish(d, skip);
-        return;
-    }
+    if (d.tail == Tail::finish) return finish(d, skip);
     if (skip) return;
     for_tensors(d, [&](int32_t i, int32_t, auto fold) INLINED { find_trust(d.plan, i, fold); });
 }

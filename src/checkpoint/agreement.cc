@@ -20,7 +20,7 @@ struct Both {
 /// Exchanged as signed words, of which ranks take the maximum.
 struct Message {
     int32_t failed = 0; // rank + 1 of a rank that failed, 0 = none
-    Both phase, alike[2];
+    Both point, alike[2];
     int32_t most = 0; // entries of Alike
     AgreedWords high{}, inverse{};
 };
@@ -52,7 +52,7 @@ bool Agreement::reach(AgreedWords &words, const Alike &alike) {
     message.most = int32_t(alike.size());
     message.high = message.inverse = words;
     for (int32_t &word : message.inverse) word = ~word;
-    message.phase.set(uint32_t(phase_));
+    message.point.set(uint32_t(point_));
     message.alike[0].set(uint32_t(alike.hash()));
     message.alike[1].set(uint32_t(alike.hash() >> 32));
     try {
@@ -61,7 +61,7 @@ bool Agreement::reach(AgreedWords &words, const Alike &alike) {
         throw Error(error.status(), "%s; with sharded state all ranks call %s together", error.what(), function_);
     }
     if (message.failed != 0) throw Error(DSOPT_ERR_MISMATCH, "rank %d %s", message.failed - 1, failed_);
-    if (!message.phase.same())
+    if (!message.point.same())
         throw Error(DSOPT_ERR_MISMATCH,
                     "another rank is in another call: with sharded state all ranks call %s together", function_);
     if (!message.alike[0].same() || !message.alike[1].same()) {

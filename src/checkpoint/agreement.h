@@ -9,7 +9,7 @@ namespace dsopt {
 using AgreedWords = std::array<int32_t, 8>;
 
 /// A point of a call at which ranks agree.
-enum class Phase : int32_t { save_begins = 1, save_is_written, save_is_placed, save_is_kept, load_begins };
+enum class CallPoint : int32_t { save_begins = 1, save_is_written, save_is_placed, save_is_kept, load_begins };
 
 /// What must be the same on all ranks, by name. The ranks' lists may differ in length.
 class Alike {
@@ -38,9 +38,9 @@ private:
 /// ranks must make, for texts. `failed`: what a rank did that could not go on, such as "could not save".
 class Agreement : NotCopied {
 public:
-    Agreement(const Optimizer &optimizer, Phase phase, const char *function, const char *failed) :
+    Agreement(const Optimizer &optimizer, CallPoint point, const char *function, const char *failed) :
         optimizer_(optimizer),
-        phase_(phase),
+        point_(point),
         function_(function),
         failed_(failed) {}
     /// Waits for all ranks. Throws MISMATCH if one of them failed, is at another point, or has something else in
@@ -61,7 +61,7 @@ private:
     void report_failure() noexcept;
 
     const Optimizer &optimizer_;
-    const Phase phase_;
+    const CallPoint point_;
     const char *const function_, *const failed_;
     bool reached_ = false;
 };

@@ -439,7 +439,7 @@ void load_together(Optimizer &optimizer, const char *path, const dsopt_io &io, A
 
 void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
     const DefaultFloatEnvironment environment; // conversion of text to numbers rounds, too
-    Agreement ranks(optimizer, Phase::load_begins, "dsopt_optimizer_load", "refuses its files, so no rank loads");
+    Agreement ranks(optimizer, CallPoint::load_begins, "dsopt_optimizer_load", "refuses its files, so no rank loads");
     ranks.run([&] { load_together(optimizer, path, io, ranks); });
 }
 

@@ -137,10 +137,10 @@ void check_save(const Optimizer &optimizer, const char *path, const dsopt_io &io
 void save_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
     const DefaultFloatEnvironment environment; // conversion of numbers to text rounds, too
     AgreedWords id{};
-    Agreement begin(optimizer, Phase::save_begins, kFunction, kFailed),
-        end(optimizer, Phase::save_is_written, kFunction, kFailed),
-        placed(optimizer, Phase::save_is_placed, kFunction, kNotInPlace),
-        done(optimizer, Phase::save_is_kept, kFunction, kNotInPlace);
+    Agreement begin(optimizer, CallPoint::save_begins, kFunction, kFailed),
+        end(optimizer, CallPoint::save_is_written, kFunction, kFailed),
+        placed(optimizer, CallPoint::save_is_placed, kFunction, kNotInPlace),
+        done(optimizer, CallPoint::save_is_kept, kFunction, kNotInPlace);
     AgreedWords none{};
     std::unique_ptr<Sink> sink;
     begin.run([&] {

@@ -30,69 +30,68 @@ public:
         last_mark_ = now;
     }
 
-    void inspect(Fold fold) override {
-        if (plan_.policy.read_gradients)
-            fed().run([&](int64_t, const Span &span) {
-                const TensorJob &job = *span.job;
-                if (!is_inspected(job)) return;
-                const int64_t leaf = job.first_leaf + span.begin / kLeaf;
-                kernels_.inspect(job.grad(), span.begin, span.end, plan_.leaf.sums_a, plan_.leaf.bad, nullptr, leaf);
-                if (sums_weights(plan_, job))
-                    kernels_.squares(job.weight(), span.begin, span.end, plan_.leaf.sums_a, leaf);
-            });
-        if (fold != Fold::none) fold_gradients();
-    }
-    void fold_gradients() override { dsopt::fold_gradients(plan_); }
-
-    void decide() override {
-        if (decide_step(plan_)) make_all_scalars(plan_);
-    }
-
-    void update() override {
-        if (is_skipped()) {
-            partition_.run([this](int64_t, const Span &span) { kernels_.unchanged(span); });
-            if (!plan_.policy.reduces) end();
-            return;
+    void run(const PhaseRun &part) override {
+        for (size_t k = 0; k < part.phases().size(); ++k) {
+            run(part.phases()[k]);
+            if (part.ends_timing(k)) mark(info_of(part.phases()[k]).ms);
         }
+    }
+
+private:
+    using Clock = std::chrono::steady_clock;
+
+    void run(Phase phase) {
+        switch (phase) {
+        case Phase::inspect: return inspect();
+        case Phase::fold: return fold_gradients(plan_, false);
+        case Phase::fold_completed: return fold_gradients(plan_, true);
+        case Phase::decide:
+            if (decide_step(plan_)) make_all_scalars(plan_);
+            return;
+        case Phase::begin_onebit: return onebit_->decide(OneBitDecision::begin);
+        case Phase::update: return update();
+        case Phase::trust: return for_tensors([this](int64_t i) { find_trust(plan_, i, LeafFold()); });
+        case Phase::shared_trust: return for_tensors([this](int64_t i) { store_shared_trust_ratio(plan_, i); });
+        case Phase::weights:
+            if (is_skipped()) return;
+            return partition_.run([&](int64_t, const Span &span) {
+                if (is_reduced(*span.job, span.rule)) kernels_.update_weights(span);
+            });
+        case Phase::finish: return finish();
+        default: return; // of the driver
+        }
+    }
+
+    void inspect() const {
+        fed().run([&](int64_t, const Span &span) {
+            const TensorJob &job = *span.job;
+            if (!is_inspected(job)) return;
+            const int64_t leaf = job.first_leaf + span.begin / kLeaf;
+            kernels_.inspect(job.grad(), span.begin, span.end, plan_.leaf.sums_a, plan_.leaf.bad, nullptr, leaf);
+            if (sums_weights(plan_, job)) kernels_.squares(job.weight(), span.begin, span.end, plan_.leaf.sums_a, leaf);
+        });
+    }
+    void update() const {
+        if (is_skipped()) return partition_.run([this](int64_t, const Span &span) { kernels_.unchanged(span); });
         partition_.run_main_pass([this](int64_t, const Span &span) {
             if (span.job->owner == Owner::none)
                 kernels_.unchanged(span);
             else if (span.job->owner == Owner::update)
                 kernels_.update(span);
         });
-        if (!plan_.policy.reduces) return end();
-        if (!plan_.policy.parts) find_trust();
     }
-
-    void find_trust() override {
-        for (int64_t i = 0; !is_skipped() && i < plan_.count; ++i) dsopt::find_trust(plan_, i, LeafFold());
-    }
-
-    void update_weights(bool shared) override {
-        if (is_skipped()) return end();
-        for (int64_t i = 0; shared && i < plan_.count; ++i) store_shared_trust_ratio(plan_, i);
-        partition_.run([&](int64_t, const Span &span) {
-            if (is_reduced(*span.job, span.rule)) kernels_.update_weights(span);
-        });
-        end();
-    }
-
-    void finish() override {
-        if (!is_skipped()) {
-            for (int64_t i = 0; i < plan_.count; ++i) advance_count(plan_, i, plan_.jobs[i].advance);
-            if (plan_.policy.report_norms) fold_updates(plan_);
-        }
+    void finish() const {
+        for_tensors([this](int64_t i) { advance_count(plan_, i, plan_.jobs[i].advance); });
+        if (!is_skipped() && plan_.policy.report_norms) fold_updates(plan_);
         write_report(plan_);
     }
-
-private:
-    using Clock = std::chrono::steady_clock;
+    /// Calls body(i) for each tensor, unless the step is skipped.
+    template <class Body> void for_tensors(const Body &body) const {
+        for (int64_t i = 0; !is_skipped() && i < plan_.count; ++i) body(i);
+    }
 
     bool is_skipped() const { return plan_.control->skip != 0; }
     const StepPartition &fed() const { return fed_ ? *fed_ : partition_; }
-    void end() {
-        if (!plan_.policy.ends_later) finish();
-    }
 
     const DefaultFloatEnvironment environment_;
     const StepPlan &plan_;

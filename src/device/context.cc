@@ -77,7 +77,7 @@ void Context::release(void *memory, size_t bytes, void *stream) const noexcept {
 }
 
 void Context::log(int32_t level, const char *format, ...) const noexcept {
-    if (desc_.log == nullptr || level > log_level_) return;
+    if (!logs(level)) return;
     char text[512];
     va_list arguments;
     va_start(arguments, format);

@@ -21,6 +21,8 @@ public:
     void *allocate(size_t bytes, void *stream) const; // at least 64-byte aligned; throws DSOPT_ERR_NOMEM
     void release(void *memory, size_t bytes, void *stream) const noexcept;
 
+    /// True if messages of this level are passed on.
+    bool logs(int32_t level) const { return desc_.log != nullptr && level <= log_level_; }
     [[gnu::format(printf, 3, 4)]] void log(int32_t level, const char *format, ...) const noexcept;
 
     dsopt_context_info info() const { return {0, desc_.backend, desc_.device, threads_, log_level_}; }

@@ -233,8 +233,9 @@ DSOPT_HD void clear_norms(const StepPlan &plan) {
 }
 
 /// Folds the results of pass 1: the leaves of every tensor, then the tensors of every cell of the table. Tensor i of
-/// the list is in lane i % kLanes. Tensors of other cells count as zeros.
-inline void fold_gradients(const StepPlan &plan) {
+/// the list is in lane i % kLanes. Tensors of other cells count as zeros. `completed`: other ranks have completed the sums
+/// of squares, but not the counts of non-finite elements.
+inline void fold_gradients(const StepPlan &plan, bool completed) {
     clear_norms(plan);
     if (!plan.policy.read_gradients) return;
     const NormTable &table = plan.norms;
@@ -251,11 +252,11 @@ inline void fold_gradients(const StepPlan &plan) {
             nans += plan.leaf.bad[leaf] >> 32;
         }
         const int64_t cell = norm_cell(table, job);
-        const double squares = cell >= 0 || plan.policy.completes ? fold_leaves(plan.leaf.sums_a, job.leaves) : 0.0;
+        const double squares = cell >= 0 || completed ? fold_leaves(plan.leaf.sums_a, job.leaves) : 0.0;
         if (cell >= 0)
             for (const int64_t index : {cell, table.groups * table.classes + cell % table.classes})
                 lanes[index * kLanes + i % kLanes] += squares;
-        if (plan.policy.completes)
+        if (completed)
             found.add_part(i, bad, squares);
         else
             found.add(i, bad, nans != 0);

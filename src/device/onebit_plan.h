@@ -35,6 +35,7 @@ struct OneBitPlan {
     Feed feed;         // derived from the stage and the algorithm
     bool exchanges;    // there are other ranks or, with two levels, other nodes
     bool feed_steps;   // Feed::distance: OneBitPass::feed also makes the local step
+    bool sharded;      // state is sharded: ranks complete the sums of leaves
     ScheduleState *schedule;
     DoubleWords *lr_sum; // one per group; 0/1 Adam
     // One entry per tensor; 1-bit LAMB.

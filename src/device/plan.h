@@ -63,7 +63,7 @@ struct TensorJob {
     uint16_t *remainder;    // lower halves of masters whose rounded upper halves are weight(); NULL: none
     uint64_t random_key;    // the tensor's key, for stochastic rounding; adjacent to range.begin: one load on CUDA
     // Kernels process the range, which begins at a leaf of the registered tensor, and sums are folded over all leaves
-    // of that tensor. The range is the whole tensor unless other ranks have the other elements (StepPolicy::parts).
+    // of that tensor. The range is the whole tensor unless other ranks have the other elements, because state is sharded.
     Range range;         // elements of the registered tensor that are in `data`
     int64_t first_leaf;  // index of the range's first leaf
     TensorLeaves leaves; // of the registered tensor
@@ -245,11 +245,6 @@ struct StepPolicy {
     bool stored;  // there is a tensor with TensorJob::stored
     bool plain;   // there is a tensor without, or no tensor at all
     bool dry;     // learning rates are 0
-    /// State is sharded: ranges of jobs are parts of tensors. The driver completes the results of leaves with those of
-    /// other ranks, so the kernels fold nothing themselves.
-    bool parts;
-    bool completes;  // the same for pass 1: `parts`, or StepPlan::fed
-    bool ends_later; // the driver calls StepKernels::finish(): `parts`, or passes over matrices follow the others
 };
 
 /// Results of the leaves of all tensors, one entry per leaf.

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Kernels of a step, which the driver (src/step) calls in the same order on every device. Each call enqueues work in
-// stream order. If a device fuses kernels, the later call has nothing to do. Nothing here depends on other ranks.
+// stream order. Nothing here depends on other ranks.
 #pragma once
 #include "device/decide.h"
 #include "device/matrix_plan.h"
 #include "device/onebit_plan.h"
+#include "device/phases.h"
 
 namespace dsopt {
 
@@ -75,36 +76,14 @@ protected:
     ~OneBitStepKernels() = default;
 };
 
-/// What follows pass 1.
-enum class Fold : uint8_t {
-    decide, // results are folded into the table of norms, and a device may make the decision now
-    table,  // results are folded; ranks agree on the table before the decision
-    none,   // ranks complete the results first: StepPolicy::parts
-};
-
 class StepKernels {
 public:
     /// Adds the time since the last mark to this phase, DSOPT_MS_...; -1: the first mark of a step, which resets all
     /// phases.
     virtual void mark(int phase) = 0;
-    /// Runs pass 1 if the plan reads gradients, and folds its results into the table of norms, with this rank's reasons
-    /// to skip, unless `fold` is Fold::none.
-    virtual void inspect(Fold fold) = 0;
-    /// Folds the results of pass 1, after Fold::none.
-    virtual void fold_gradients() = 0;
-    /// Runs decide_step(), after the all-reduce of the table if there is one.
-    virtual void decide() = 0;
-    /// Runs Passes::elementwise and the first pass of Passes::reduced. Unless StepPolicy::parts, also does the work of
-    /// find_trust(); unless StepPolicy::ends_later, that of finish() if the plan reduces nothing. In a skipped step it
-    /// writes the outputs of all tensors.
-    virtual void update() = 0;
-    /// Computes the trust ratios that need no other model rank. Only with StepPolicy::parts.
-    virtual void find_trust() = 0;
-    /// Runs the second pass of Passes::reduced. Unless StepPolicy::ends_later, also does the work of finish(). `shared`:
-    /// model ranks have all-reduced their sums, so store_shared_trust_ratio() runs first.
-    virtual void update_weights(bool shared) = 0;
-    /// Advances counters if the step is taken, and writes norms and the report. Only with StepPolicy::ends_later.
-    virtual void finish() = 0;
+    /// Runs phases with PhaseInfo::on_device, in order, and calls mark() where PhaseRun::ends_timing(). A device may do
+    /// the work of several in one kernel.
+    virtual void run(const PhaseRun &part) = 0;
     /// Returns NULL if the plan has no group of the 1-bit family.
     OneBitStepKernels *onebit() const { return onebit_; }
     /// Returns NULL if the plan has no matrices.

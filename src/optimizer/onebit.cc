@@ -170,6 +170,7 @@ void OneBit::plan(const StateTable &state, const dsopt_tensor *list, OneBitJob *
                     .feed = feed_of(setup_.rules, stage),
                     .exchanges = setup_.compresses,
                     .feed_steps = !setup_.compresses || !setup_.layout.has_levels(),
+                    .sharded = setup_.use == ExchangeUse::sharded_step,
                     .schedule = schedule,
                     .lr_sum = state.data<DoubleWords>(list, StateKind::lr_sum),
                     .trust_average = floats(StateKind::trust_average),

@@ -221,6 +221,7 @@ private:
         std::unique_ptr<StepCache> cache; // it describes the workspace
         CallMemory call;
         bool lists_compared = false; // the ranks have compared their lists of parameters in a step
+        mutable PhaseList logged;    // the phases of the last step, at level TRACE
     } of_steps_;
     std::vector<OfSteps> retired_; // of earlier lists, for graphs that were captured with them
     mutable ScratchPool host_scratch_, matrix_scratch_;

@@ -52,10 +52,7 @@ StepPlan make_plan(const Optimizer &optimizer, const StepRequest &request, const
                    .plain =
                        optimizer.stored_params() != int64_t(optimizer.params().size()) || optimizer.params().empty(),
                    // The first call of compat mode is dry: learning rates are 0. NON_FREEZE groups do update moments.
-                   .dry = onebit != nullptr && onebit->stage == Stage::dry,
-                   .parts = optimizer.shards(),
-                   .completes = optimizer.shards() || feeds,
-                   .ends_later = optimizer.shards() || matrices != nullptr},
+                   .dry = onebit != nullptr && onebit->stage == Stage::dry},
         .limits = {request.initial ? 0.0 : desc.max_norm, desc.max_value > 0 ? float(desc.max_value) : INFINITY},
         .caller = {step.lr, step.hyper, step.grad_scale, step.grad_norms, step.skip},
         .scaler = scaler,

@@ -35,9 +35,10 @@ void check_pointers(const Optimizer &optimizer, const StepRequest &request, cons
 /// True if ranks compare every step: DSOPT_OPTIMIZER_CHECK_RANKS with several ranks.
 bool checks_ranks(const Optimizer &optimizer);
 /// Compares the step with those of the other ranks. Throws MISMATCH naming the difference. `lists_only`: compares
-/// nothing except the lists of parameters and the dtypes of messages. `rows`: of the step, or NULL. `stateful`: calls are counted, as in dsopt_optimizer_step.
-void check_ranks(const Optimizer &optimizer, const StepPlan &plan, const StepRows *rows, bool lists_only,
-                 bool stateful);
+/// nothing except the lists of parameters and the dtypes of messages. `rows`: of the step, or NULL. `stateful`: calls are
+/// counted, as in dsopt_optimizer_step.
+void check_ranks(const Optimizer &optimizer, const StepPlan &plan, const PhaseList &phases, const StepRows *rows,
+                 bool lists_only, bool stateful);
 /// Reports to the other ranks that this rank refused its step. Must be called in place of check_ranks(), in which the
 /// other ranks wait for this rank.
 void report_refusal(const Optimizer &optimizer, void *stream) noexcept;

@@ -236,8 +236,8 @@ bool checks_ranks(const Optimizer &optimizer) {
     return (optimizer.desc().flags & DSOPT_OPTIMIZER_CHECK_RANKS) && optimizer.data_rank().ranks > 1;
 }
 
-void check_ranks(const Optimizer &optimizer, const StepPlan &plan, const StepRows *rows, bool lists_only,
-                 bool stateful) {
+void check_ranks(const Optimizer &optimizer, const StepPlan &plan, const PhaseList &phases, const StepRows *rows,
+                 bool lists_only, bool stateful) {
     const std::vector<Param> &params = optimizer.params();
     const OptionList options(optimizer);
     const auto key = [&](size_t i) { return key_of(params[i]); };
@@ -259,8 +259,7 @@ void check_ranks(const Optimizer &optimizer, const StepPlan &plan, const StepRow
     words.set(ComparedWords::flags, uint32_t(optimizer.desc().flags & ~kFlagsOfOneRank));
     words.set(ComparedWords::options, option_hash);
     // The sums of parts that ranks complete together.
-    words.set(ComparedWords::sums,
-              plan.policy.completes ? 1 + plan.policy.read_gradients + 2 * plan.policy.report_norms : 0);
+    words.set(ComparedWords::sums, phases.has(Phase::complete_squares) + 2 * phases.has(Phase::complete_sums));
     words.set(ComparedWords::params, uint64_t(optimizer.groups().size()) << 32 | uint64_t(plan.count));
     words.set(ComparedWords::list, list);
     words.set(ComparedWords::gradients, gradients);

@@ -99,15 +99,22 @@ void Optimizer::run(const StepRequest &request, const dsopt_tensor *state, void 
     const CommSet ranks = request.initial ? CommSet{} : comms();
     std::optional<StepRows> rows;
     if (parts() != nullptr && !request.initial) rows.emplace(plan_rows(*this, request, state, memory, plan));
+    const PhaseList phases = phases_of(plan, rows ? &*rows : nullptr, ranks);
+    if (request.stateful && context_->logs(DSOPT_LOG_TRACE) && of_steps_.logged != phases) {
+        context_->log(DSOPT_LOG_TRACE, "phases of a step: %s", to_text(phases, plan, ranks).c_str());
+        of_steps_.logged = phases;
+    }
     if (engine_schedule) family->invalidate_schedule(); // in case the step fails
     const bool checks = request.ranks_compared != nullptr && checks_ranks(*this);
     const bool checks_lists = !checks && request.stateful && derived_.sends_lists() && !of_steps_.lists_compared;
     const auto compare = [&] {
         if (checks) *request.ranks_compared = true;
-        if (checks || checks_lists) check_ranks(*this, plan, rows ? &*rows : nullptr, checks_lists, request.stateful);
+        if (checks || checks_lists)
+            check_ranks(*this, plan, phases, rows ? &*rows : nullptr, checks_lists, request.stateful);
     };
     drive({.context = *context_,
            .plan = plan,
+           .phases = phases,
            .compare = compare,
            .compared_bytes = checks || checks_lists ? kComparedBytes : 0,
            .comms = ranks,

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "step/agree.h"
+#include "step/phases.h"
 #include <cmath>
 
 namespace dsopt {
@@ -88,11 +89,14 @@ void all_reduce_norms(const StepRun &run) {
     device.wait(plan.execution.stream); // the next step writes to `host`
 }
 
-bool clear_shard_sums(const StepRun &run, bool frozen) {
-    const StepPlan &plan = run.plan;
-    if ((frozen ? plan.shards.exchanged : plan.shards.count - plan.shards.exchanged) == 0) return false;
-    run.context.device().clear(plan.shards.sums, plan.shards.bytes(), plan.execution.stream);
-    return true;
+void clear_shard_sums(const StepRun &run) {
+    const ShardTable &shards = run.plan.shards;
+    run.context.device().clear(shards.sums, shards.bytes(), run.plan.execution.stream);
+}
+
+void reserve_shards(const StepRun &run) {
+    run.comms.model->reserve({.all_reduce = int64_t(run.plan.shards.bytes())}, run.plan.execution.stream,
+                             Place::backend);
 }
 
 void all_reduce_shards(const StepRun &run, bool frozen) {

@@ -17,12 +17,13 @@ void reserve_norms(const StepRun &run);
 /// Bytes of the largest all-reduce with which ranks compare what they are about to do.
 constexpr int64_t kComparedBytes = 8192;
 
-/// True if a LAMB tensor of this kind is sharded over the model ranks. `frozen`: tensors with a frozen variance, which
-/// OneBitStepKernels update; otherwise all other tensors. If true, zeroes the sums of shards, so that absent shards
-/// contribute 0.
-bool clear_shard_sums(const StepRun &run, bool frozen);
-/// All-reduces the sums of shards over the model ranks, and for frozen tensors the largest factors.
+/// Zeroes the sums of tensors that are sharded over the model ranks, so that absent shards contribute 0.
+void clear_shard_sums(const StepRun &run);
+/// All-reduces these sums over the model ranks. `frozen`: of tensors with a frozen variance, which OneBitStepKernels
+/// update, together with the largest factors; otherwise of all other tensors.
 void all_reduce_shards(const StepRun &run, bool frozen);
+/// Reserves memory of the comm for all_reduce_shards().
+void reserve_shards(const StepRun &run);
 
 /// Implements dsopt_tensors_norm.
 void norm_over_ranks(const Context &context, Comm *comm, const dsopt_tensor *list, int64_t count, int32_t kind,

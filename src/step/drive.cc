@@ -10,78 +10,63 @@
 namespace dsopt {
 namespace {
 
-bool averages(const StepRun &run) {
-    return run.rows != nullptr && (run.rows->averaged != nullptr || run.rows->averaged_in_node != nullptr);
+/// What the driver does in a phase that communicates or zeroes memory, and how it reserves memory of comms for it.
+struct DriverPhase {
+    Phase phase;
+    void (*reserve)(const StepRun &run); // NULL: no collective
+    void (*run)(const StepRun &run, StepKernels &kernels);
+};
+constexpr DriverPhase kDriverPhases[] = {
+    {Phase::average, reserve_average, [](const StepRun &run, StepKernels &) { average_gradients(run); }},
+    {Phase::clear_squares, nullptr, [](const StepRun &run, StepKernels &) { clear_squares(run); }},
+    {Phase::complete_squares, reserve_leaves, [](const StepRun &run, StepKernels &) { complete_squares(run); }},
+    {Phase::agree, reserve_norms, [](const StepRun &run, StepKernels &) { all_reduce_norms(run); }},
+    {Phase::onebit, reserve_onebit, update_onebit},
+    {Phase::clear_shards, nullptr, [](const StepRun &run, StepKernels &) { clear_shard_sums(run); }},
+    {Phase::clear_sums, nullptr, [](const StepRun &run, StepKernels &) { clear_sums(run); }},
+    {Phase::matrices, reserve_matrices, update_matrices},
+    {Phase::complete_sums, reserve_leaves, [](const StepRun &run, StepKernels &) { complete_sums(run); }},
+    {Phase::sum_shards, reserve_shards, [](const StepRun &run, StepKernels &) { all_reduce_shards(run, false); }},
+    {Phase::end_onebit, nullptr, end_onebit},
+    {Phase::gather, reserve_gather, [](const StepRun &run, StepKernels &) { gather_weights(run); }},
+};
+
+/// Returns NULL for a phase that runs on the device.
+const DriverPhase *driver_phase(Phase phase) {
+    for (const DriverPhase &each : kDriverPhases)
+        if (each.phase == phase) return &each;
+    return nullptr;
 }
+constexpr bool has_all_driver_phases() {
+    size_t found = 0, needed = 0;
+    for (const PhaseInfo &info : kPhases) needed += !info.on_device;
+    for (const DriverPhase &each : kDriverPhases) found += !info_of(each.phase).on_device;
+    return found == needed && needed == std::size(kDriverPhases);
+}
+static_assert(has_all_driver_phases());
 
 /// Reserves memory of the comms for every collective of a step.
 void reserve_messages(const StepRun &run) {
-    const StepPlan &plan = run.plan;
-    void *const stream = plan.execution.stream;
-    const auto [data, model, experts, expert_count, node] = run.comms;
-    for (Comm *comm : {data, node})
-        if (comm != nullptr) comm->reserve({.all_reduce = run.compared_bytes}, stream, Place::host);
-    reserve_norms(run);
-    if (model != nullptr && plan.shards.count != 0)
-        model->reserve({.all_reduce = int64_t(plan.shards.bytes())}, stream, Place::backend);
-    if (plan.policy.completes) reserve_gather(run);
-    if (averages(run)) reserve_average(run);
-    reserve_matrices(run);
-    if (plan.onebit != nullptr && plan.onebit->exchanges)
-        reserve_exchange(data, node, *plan.onebit->exchange->layout, plan.onebit->exchange->use, stream);
-}
-
-/// Runs pass 1 on this rank's parts and folds the results of all ranks.
-void inspect_parts(const StepRun &run, StepKernels &kernels) {
-    for (void *results : {static_cast<void *>(run.plan.leaf.sums_a), static_cast<void *>(run.plan.leaf.bad)})
-        clear_leaves(run, results);
-    kernels.inspect(Fold::none);
-    if (run.plan.policy.read_gradients) complete_leaves(run, run.plan.leaf.sums_a);
-    kernels.fold_gradients();
-}
-
-/// Runs Passes::elementwise, Passes::matrix and Passes::reduced, in which sums are followed by factors, then by weights.
-void update(const StepRun &run, StepKernels &kernels) {
-    const StepPolicy &policy = run.plan.policy;
-    const LeafResults &leaf = run.plan.leaf;
-    const bool shards = clear_shard_sums(run, false),
-               completes = policy.parts && (policy.reduces || policy.report_norms);
-    for (double *sums : {leaf.sums_a, leaf.sums_b})
-        if (completes) clear_leaves(run, sums);
-    kernels.update();
-    if (kernels.matrices() != nullptr) update_matrices(run, kernels);
-    for (double *sums : {leaf.sums_a, leaf.sums_b})
-        if (completes) complete_leaves(run, sums);
-    if (policy.parts && policy.reduces) kernels.find_trust();
-    if (shards) all_reduce_shards(run, false);
-    if (policy.reduces) kernels.update_weights(shards);
+    for (Comm *comm : {run.comms.data, run.comms.node})
+        if (comm != nullptr) comm->reserve({.all_reduce = run.compared_bytes}, run.plan.execution.stream, Place::host);
+    for (const Phase phase : run.phases.all())
+        if (const DriverPhase *const each = driver_phase(phase); each != nullptr && each->reserve != nullptr)
+            each->reserve(run);
 }
 
 void run_phases(const StepRun &run, StepKernels &kernels) {
-    const bool parts = run.plan.policy.parts;
-    const bool agrees = has_peers(run.comms);
+    const Phases all = run.phases.all();
     kernels.mark(-1);
-    if (averages(run)) {
-        average_gradients(run);
-        kernels.mark(DSOPT_MS_EXCHANGE);
+    for (PhaseRun part{all, 0, 0}; part.end < all.size();) {
+        part.begin = part.end++;
+        if (const DriverPhase *const each = driver_phase(all[part.begin])) {
+            each->run(run, kernels);
+            if (part.ends_timing(0)) kernels.mark(info_of(all[part.begin]).ms);
+            continue;
+        }
+        while (part.end < all.size() && info_of(all[part.end]).on_device) ++part.end;
+        kernels.run(part);
     }
-    if (run.plan.policy.completes)
-        inspect_parts(run, kernels);
-    else
-        kernels.inspect(agrees ? Fold::table : Fold::decide);
-    kernels.mark(DSOPT_MS_OVERFLOW_CHECK);
-    if (agrees) all_reduce_norms(run);
-    kernels.mark(DSOPT_MS_COMPUTE_NORM);
-    kernels.decide();
-    kernels.mark(DSOPT_MS_UNSCALE_AND_CLIP);
-    if (kernels.onebit() != nullptr) update_onebit(run, kernels);
-    update(run, kernels);
-    if (kernels.onebit() != nullptr) end_onebit(run, kernels);
-    if (run.plan.policy.ends_later) kernels.finish();
-    kernels.mark(DSOPT_MS_BASIC_STEP);
-    if (!parts) return;
-    gather_weights(run);
-    kernels.mark(DSOPT_MS_EXCHANGE);
 }
 
 } // namespace

@@ -4,7 +4,7 @@
 #pragma once
 #include "device/context.h"
 #include "device/kernels.h"
-#include "step/rows.h"
+#include "step/phases.h"
 
 namespace dsopt {
 
@@ -12,6 +12,7 @@ namespace dsopt {
 struct StepRun {
     const Context &context;
     const StepPlan &plan;
+    const PhaseList &phases;
     FunctionRef<void()> compare; // throws MISMATCH on all ranks if they are about to do different things
     int64_t compared_bytes;      // of its largest all-reduce, 0 if it compares nothing
     const CommSet &comms;
@@ -20,8 +21,7 @@ struct StepRun {
     const dsopt_tensor *zeroed; // gradients that are zeroed after the step, one entry per tensor; NULL: by kernels
 };
 
-/// Runs a step: compares ranks, averages gradients, inspects them, reduces norms over ranks, decides, exchanges,
-/// updates, and gathers the weights of sharded state.
+/// Runs a step: compares ranks, then runs the phases.
 ///
 /// All memory that a step needs, tables and messages included, is allocated before ranks compare. So a step that fails
 /// for lack of memory has sent nothing, and the same call can be repeated. A failure after that makes the comms of the
@@ -32,7 +32,5 @@ struct StepRun {
 /// compensated values that were to be sent. Parameters, moments, counters and schedule are as before the step, except
 /// for 0/1 Adam's local step before a synchronisation.
 void drive(const StepRun &run);
-
-bool has_peers(const CommSet &comms);
 
 } // namespace dsopt

@@ -17,6 +17,25 @@ void clear_leaves(const StepRun &run, void *results) {
     run.context.device().clear(results, size_t(execution.shape.leaves) * sizeof(double), execution.stream);
 }
 
+void complete_squares(const StepRun &run) { complete_leaves(run, run.plan.leaf.sums_a); }
+void clear_squares(const StepRun &run) {
+    clear_leaves(run, run.plan.leaf.sums_a);
+    clear_leaves(run, run.plan.leaf.bad); // its sums stay those of this rank
+}
+void complete_sums(const StepRun &run) {
+    for (double *sums : {run.plan.leaf.sums_a, run.plan.leaf.sums_b}) complete_leaves(run, sums);
+}
+void clear_sums(const StepRun &run) {
+    for (double *sums : {run.plan.leaf.sums_a, run.plan.leaf.sums_b}) clear_leaves(run, sums);
+}
+
+void reserve_leaves(const StepRun &run) {
+    const RowComms &comms = run.rows->comms;
+    const int64_t bytes = run.plan.execution.shape.leaves * int64_t(sizeof(double));
+    for (Comm *comm : {comms.node, comms.between_parts})
+        if (comm != nullptr) comm->reserve({.all_reduce = bytes}, run.plan.execution.stream, Place::backend);
+}
+
 void gather_weights(const StepRun &run) {
     const StepRows &rows = *run.rows;
     const RowLayout &layout = rows.layout;
@@ -47,11 +66,10 @@ void gather_weights(const StepRun &run) {
 
 void reserve_gather(const StepRun &run) {
     const RowComms &comms = run.rows->comms;
-    const int64_t leaves = run.plan.execution.shape.leaves * int64_t(sizeof(double));
     int64_t message = comms.count * run.rows->layout.max_row_bytes();
     for (Comm *comm : {comms.between_parts, comms.node}) {
         if (comm == nullptr) continue;
-        comm->reserve({.all_reduce = leaves, .all_gather = message}, run.plan.execution.stream, Place::backend);
+        comm->reserve({.all_gather = message}, run.plan.execution.stream, Place::backend);
         message *= comm->ranks();
     }
 }

@@ -61,11 +61,12 @@ void update_lamb(const StepRun &run, StepKernels &kernels) {
     if (plan.padding != nullptr) local.run(OneBitPass::decompress_padding);
     const LeafResults &leaf = run.plan.leaf;
     for (double *results : {leaf.sums_a, leaf.sums_b, plan.factors})
-        if (run.plan.policy.parts) clear_leaves(run, results);
+        if (plan.sharded) clear_leaves(run, results);
     local.run(OneBitPass::lamb_moments);
     for (double *results : {leaf.sums_a, leaf.sums_b, plan.factors}) // a factor has one owner, like a sum
-        if (run.plan.policy.parts) complete_leaves(run, results);
-    const bool shards = clear_shard_sums(run, true);
+        if (plan.sharded) complete_leaves(run, results);
+    const bool shards = run.plan.shards.exchanged != 0;
+    if (shards) clear_shard_sums(run);
     local.decide(OneBitDecision::trust);
     if (shards) {
         all_reduce_shards(run, true);
@@ -79,11 +80,17 @@ void update_lamb(const StepRun &run, StepKernels &kernels) {
 
 void update_onebit(const StepRun &run, StepKernels &kernels) {
     const OneBitPlan &plan = *run.plan.onebit;
-    if (plan.trust_factor != nullptr || makes_local_step(plan)) kernels.onebit()->decide(OneBitDecision::begin);
-    if (plan.stage == Stage::dry || plan.stage == Stage::full) return; // nothing goes into an exchange
     if (plan.rules.compat && plan.exchanges && is_skipped(run)) return;
     if (plan.stage == Stage::local) return kernels.onebit()->run(OneBitPass::local);
     return plan.feed == Feed::scaled ? update_lamb(run, kernels) : update_adam(run, kernels);
+}
+
+void reserve_onebit(const StepRun &run) {
+    const OneBitPlan &plan = *run.plan.onebit;
+    if (plan.exchanges)
+        reserve_exchange(run.comms.data, run.comms.node, *plan.exchange->layout, plan.exchange->use,
+                         run.plan.execution.stream);
+    if (run.plan.shards.exchanged != 0) reserve_shards(run);
 }
 
 void end_onebit(const StepRun &run, StepKernels &kernels) {

@@ -13,7 +13,7 @@ namespace inside_participation_tests {
 
 struct Case {
     std::vector<dsopt_group> groups;
-    std::vector<Param> params;
+    std::vector<dsopt::Param> params;
     dsopt_optimizer_desc desc{};
     DataRank local;
     bool family = false;
@@ -115,7 +115,7 @@ TEST(Participation, HoldsForEveryCombination) {
                         c.family = c.family || is_onebit(algorithm);
                         for (const int64_t numel : {5000, 0, 33}) {
                             if (!with_params) continue;
-                            Param param{};
+                            dsopt::Param param{};
                             param.numel = numel;
                             param.group = int32_t(c.groups.size()) - 1;
                             param.trust_slot = -1;

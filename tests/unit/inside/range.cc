@@ -150,12 +150,13 @@ void run(const dsopt::DeviceKernels &kernels, const std::vector<RangeStep *> &st
             all.push_back(&step_kernels);
             run(kernels, steps, all);
         });
-    for (int twice = 0; twice < 2; ++twice)
-        for (dsopt::StepKernels *each : running) each->inspect(dsopt::Fold::table);
-    for (dsopt::StepKernels *each : running) each->decide();
-    for (dsopt::StepKernels *each : running) each->update();
-    for (RangeStep *step : steps) dsopt::find_trust(step->plan, 0, dsopt::cpu::LeafFold());
-    for (dsopt::StepKernels *each : running) each->update_weights(false);
+    const auto run_phases = [&](std::vector<dsopt::Phase> phases) {
+        for (dsopt::StepKernels *each : running) each->run({phases, 0, phases.size()});
+    };
+    for (int twice = 0; twice < 2; ++twice) run_phases({dsopt::Phase::inspect, dsopt::Phase::fold});
+    run_phases({dsopt::Phase::decide, dsopt::Phase::update});
+    run_phases({dsopt::Phase::trust});
+    run_phases({dsopt::Phase::weights, dsopt::Phase::finish});
 }
 
 TEST(TensorJob, StepsOfRangesEqualStepOfWholeTensor) {
