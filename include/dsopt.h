@@ -268,6 +268,7 @@ enum dsopt_log_level {
     DSOPT_LOG_ERROR = 1,
     DSOPT_LOG_WARN = 2,
     DSOPT_LOG_INFO = 3,
+    /** Also the phases of a step, in order: before the first step and whenever they change (docs/one-step.md). */
     DSOPT_LOG_TRACE = 4,
     DSOPT_LOG_SIGNED = -1
 };
@@ -1465,7 +1466,7 @@ typedef struct dsopt_report {
  * Logs one line (INFO) if steps were skipped or the loss scale changed since the last report of this optimizer, such as
  * "call 12: 3 steps were skipped since the last report; the loss scale changed from 65536 to 8192"; otherwise nothing.
  * The first report has no earlier scale to compare with if the scaler was in use before the optimizer was made. Steps
- * log nothing: they would have to wait. dsopt_optimizer_reset with DSOPT_RESET_COUNTERS sets the skipped steps to 0.
+ * log no results: they would have to wait. dsopt_optimizer_reset with DSOPT_RESET_COUNTERS sets the skipped steps to 0.
  * @param[out] report  `report->size` must be set.
  * @return DSOPT_OK; DSOPT_ERR_BACKEND.
  */

@@ -6,53 +6,63 @@
 
 namespace dsopt {
 
+namespace {
+
+/// Returns the policy of a step with these groups.
+StepPolicy policy_of(const Optimizer &optimizer, const StepRequest &request, const StepTable &table,
+                     const OneBitPlan *onebit) {
+    const dsopt_optimizer_desc &desc = optimizer.desc();
+    bool clips = desc.max_norm > 0, reduces = false;
+    for (size_t i = 0; i < optimizer.groups().size(); ++i) {
+        clips = clips || table.groups[i].max_norm > 0;
+        reduces = reduces || passes_of(table.groups[i].rule) == Passes::reduced;
+    }
+    const Wrapper wrapped = optimizer.wrapper();
+    const bool has_scaler = optimizer.attachments().scaler != nullptr && !request.initial;
+    // The fused wrapper inspects every gradient; without a scaler it only reports. The unfused wrapper also skips.
+    const bool inspects =
+        (desc.nonfinite == DSOPT_NONFINITE_SKIP || clips || has_scaler || wrapped != Wrapper::none) && !request.initial;
+    const bool reports_only = wrapped == Wrapper::fused && !has_scaler && desc.nonfinite == DSOPT_NONFINITE_AUTO;
+    return {.wrapper = wrapped,
+            .read_gradients = inspects && request.step.grad_norms == nullptr,
+            .skip_nonfinite = desc.nonfinite != DSOPT_NONFINITE_APPLY && !reports_only,
+            .report_norms = (desc.flags & DSOPT_OPTIMIZER_REPORT_NORMS) != 0,
+            .reduces = reduces,
+            .stored = optimizer.stored_params() != 0,
+            .plain = optimizer.stored_params() != int64_t(optimizer.params().size()) || optimizer.params().empty(),
+            // The first call of compat mode is dry: learning rates are 0. NON_FREEZE groups do update moments.
+            .dry = onebit != nullptr && onebit->stage == Stage::dry};
+}
+
+} // namespace
+
 StepPlan make_plan(const Optimizer &optimizer, const StepRequest &request, const dsopt_tensor *state,
                    const StepMemory &memory, const StepTable &table, const OneBitPlan *onebit,
                    const MatrixPlan *matrices) {
     const Context &context = optimizer.context();
     const dsopt_optimizer_desc &desc = optimizer.desc();
-    const std::vector<dsopt_group> &groups = optimizer.groups();
     const Attachments &with = optimizer.attachments();
     const StateTable &entries = optimizer.state();
+    const StepShape &shape = optimizer.sizes().shape;
     const dsopt_step &step = request.step;
     plan_tables(optimizer, request, state, memory.mean, onebit, table);
     // In the stages that exchange. Such plans are never reused.
     const bool feeds = table.fed != nullptr && (onebit->stage == Stage::exchange || onebit->stage == Stage::sync);
     if (feeds) plan_fed(optimizer, request, *onebit, table);
-    bool clips = desc.max_norm > 0, reduces = false;
-    for (size_t i = 0; i < groups.size(); ++i) {
-        clips = clips || table.groups[i].max_norm > 0;
-        reduces = reduces || passes_of(table.groups[i].rule) == Passes::reduced;
-    }
-    const Wrapper wrapped = optimizer.wrapper();
-    const bool has_scaler = with.scaler != nullptr && !request.initial;
-    // The fused wrapper inspects every gradient; without a scaler it only reports. The unfused wrapper also skips.
-    const bool inspects =
-        (desc.nonfinite == DSOPT_NONFINITE_SKIP || clips || has_scaler || wrapped != Wrapper::none) && !request.initial;
-    const bool reports_only = wrapped == Wrapper::fused && !has_scaler && desc.nonfinite == DSOPT_NONFINITE_AUTO;
-    const bool exchanges = onebit != nullptr && onebit->stage != Stage::full;
-    const int64_t exchanged = exchanges ? optimizer.onebit()->setup().trust_slots : 0;
+    const bool compressed = onebit != nullptr && onebit->stage != Stage::full;
     PlannedScaler scaler{};
-    if (has_scaler)
+    if (with.scaler != nullptr && !request.initial)
         scaler = {entries.data<float>(state, StateKind::loss_scale),
                   entries.data<ScalerState>(state, StateKind::scaler), with.scaler->rules()};
+    const LeafInterval all{0, shape.leaves};
     return {
         .jobs = table.jobs,
         .fed = feeds ? table.fed : nullptr,
-        .count = int64_t(optimizer.params().size()),
+        .count = shape.tensors,
         .groups = table.groups,
-        .group_count = int64_t(groups.size()),
+        .group_count = shape.groups,
         .flags = request.flags,
-        .policy = {.wrapper = wrapped,
-                   .read_gradients = inspects && step.grad_norms == nullptr,
-                   .skip_nonfinite = desc.nonfinite != DSOPT_NONFINITE_APPLY && !reports_only,
-                   .report_norms = (desc.flags & DSOPT_OPTIMIZER_REPORT_NORMS) != 0,
-                   .reduces = reduces,
-                   .stored = optimizer.stored_params() != 0,
-                   .plain =
-                       optimizer.stored_params() != int64_t(optimizer.params().size()) || optimizer.params().empty(),
-                   // The first call of compat mode is dry: learning rates are 0. NON_FREEZE groups do update moments.
-                   .dry = onebit != nullptr && onebit->stage == Stage::dry},
+        .policy = policy_of(optimizer, request, table, onebit),
         .limits = {request.initial ? 0.0 : desc.max_norm, desc.max_value > 0 ? float(desc.max_value) : INFINITY},
         .caller = {step.lr, step.hyper, step.grad_scale, step.grad_norms, step.skip},
         .scaler = scaler,
@@ -63,18 +73,18 @@ StepPlan make_plan(const Optimizer &optimizer, const StepRequest &request, const
         .report = step.report,
         .outcome = memory.outcome,
         .execution = {step.stream, context.parallel(step.parallel_for, step.parallel_user), context.chunk(),
-                      memory.device_workspace, optimizer.sizes().shape, nullptr,
-                      (desc.flags & DSOPT_OPTIMIZER_TIMING) != 0, request.reuse},
+                      memory.device_workspace, shape, nullptr, (desc.flags & DSOPT_OPTIMIZER_TIMING) != 0,
+                      request.reuse},
         .control = memory.control,
         .scalars = memory.scalars,
         .divisors = memory.divisors,
-        .norms = {memory.norms, int64_t(groups.size()), 1 + int64_t(request.initial ? 0 : with.experts.size())},
+        .norms = {memory.norms, shape.groups, 1 + int64_t(request.initial ? 0 : with.experts.size())},
         .leaf = {memory.sums_a, memory.sums_b, memory.bad},
-        .visited = optimizer.shards() ? optimizer.parts()->leaves() : LeafInterval{0, optimizer.sizes().shape.leaves},
+        .visited = optimizer.shards() ? optimizer.parts()->leaves() : all,
         .fed_visited = feeds                ? optimizer.parts()->slice_leaves()
                        : optimizer.shards() ? optimizer.parts()->inspected_leaves()
-                                            : LeafInterval{0, optimizer.sizes().shape.leaves},
-        .shards = {memory.shards, optimizer.trust_slots(), exchanged}};
+                                            : all,
+        .shards = {memory.shards, optimizer.trust_slots(), compressed ? optimizer.onebit()->setup().trust_slots : 0}};
 }
 
 StepRows plan_rows(const Optimizer &optimizer, const StepRequest &request, const dsopt_tensor *state,

@@ -10,7 +10,7 @@ import pathlib
 import re
 import sys
 
-LIMIT = 36
+LIMIT = 30
 
 
 def main():
