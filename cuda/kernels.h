@@ -57,8 +57,8 @@ void load_compress_kernels(KernelLoader &load);
 
 // onebit.cu
 /// Calls body() with the kernels of the 1-bit family. `plan` has host pointers, `d` has device pointers. `jobs` and
-/// `layout` are in device memory; `layout` is only used if OneBitPlan::exchanges.
-void with_onebit_kernels(const StepPlan &plan, const DevicePlan &d, const DevicePlan &fed, const OneBitJob *jobs,
+/// `layout` are in device memory; `layout` is only used if OneBitPlan::has_peers.
+void with_onebit_kernels(const StepPlan &plan, const DevicePlan &d, const DevicePlan &sent, const OneBitJob *jobs,
                          void *layout, const Launcher &launcher, FunctionRef<void(OneBitStepKernels &)> body);
 void load_onebit_kernels(KernelLoader &load);
 

@@ -379,7 +379,7 @@ private:
         return std::any_of(jobs, jobs + batch.jobs, [this](const MatrixJob &job) { return is_active(job); });
     }
 
-    /// Calls body(run) for the matrices that this rank orthogonalises in this step. Those of the deal are periodic.
+    /// Calls body(run) for the matrices that this rank orthogonalises in this step, as runs with a constant distance.
     template <class Body> void for_runs(const MatrixBatch &batch, const Body &body) const {
         MatrixRun run{};
         const auto add = [&](int64_t matrix) {

@@ -15,7 +15,7 @@ struct DeviceOneBit {
     OneBitPlan onebit;
     Exchange exchange;
     bool packs; // feed_also_packs()
-    bool fed;   // `d` has the jobs of StepPlan::fed: arrays of the family are whole
+    bool in_slice; // `d` has StepPlan::slice_jobs: arrays of the family are whole
     /// True if the bits of four neighbours of a tensor are in one byte, or there are no bits. In exchanges of compat
     /// mode a tensor may begin at any bit.
     bool whole_vectors;
@@ -39,7 +39,7 @@ __device__ __forceinline__ Inputs<V> load_inputs(const DeviceOneBit &b, const Te
     if constexpr (F == Feed::distance) {
         t.p = fetch<V>(job.weight(), i);
         t.moment[1] = fetch<V>(job.moment(1), i);
-        t.onebit = load<V>(onebit_job.track(), b.fed ? job.begin() + i : i);
+        t.onebit = load<V>(onebit_job.track(), b.in_slice ? job.begin() + i : i);
     }
     t.convert_all(job);
     if (in_bits)
@@ -63,7 +63,7 @@ template <class Body> __device__ __forceinline__ void for_local_leaves(const Dev
     if (skipped(b.d)) return;
     const auto find = [&](int32_t tensor) INLINED {
         const OneBitJob &onebit_job = b.onebit.jobs[tensor];
-        const bool compensates = b.onebit.exchanges && onebit_job.worker >= 0;
+        const bool compensates = b.onebit.has_peers && onebit_job.worker >= 0;
         o.scalars = onebit_scalars(b.onebit, tensor, b.d.plan.jobs[tensor].group);
         o.scale = compensates ? b.exchange.local.worker_scales()[onebit_job.scale_group] : 0.0f;
         o.aligned = b.whole_vectors && s.aligned &&
@@ -98,19 +98,19 @@ __device__ __forceinline__ Inputs<V> load_mean(const DeviceOneBit &b, const Shar
                                                const OneBitJob &onebit_job, int64_t i) {
     Inputs<V> t{};
     Pack<V> y;
-    if (b.onebit.exchanges) // loaded first, because its addresses also need registers
+    if (b.onebit.has_peers) // loaded first, because its addresses also need registers
         y = mean_of<V>(b.exchange.mean, b.exchange.mean.results, onebit_job.scale_group,
                        index_in(b.exchange.mean, s.job, onebit_job) + i);
     else
         t.g = fetch_gradient<V>(s.job, i);
-    if (F != Feed::momentum || !b.onebit.exchanges)
+    if (F != Feed::momentum || !b.onebit.has_peers)
         t.moment[0] = fetch<V>(s.job.moment(0), i); // else the mean replaces it
     t.p = fetch<V>(s.job.weight(), i);
     t.moment[1] = fetch<V>(s.job.moment(1), i);
     if constexpr (F == Feed::distance) t.onebit = load<V>(onebit_job.track(), i);
     if constexpr (F == Feed::scaled) t.onebit = load<V>(onebit_job.fresh_variance, i);
     t.convert_all(s.job);
-    t.g = b.onebit.exchanges ? y : feed_values<V, F>(s, o, t);
+    t.g = b.onebit.has_peers ? y : feed_values<V, F>(s, o, t);
     return t;
 }
 
@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
     DYNAMIC_SHARED(float, tile); // used if b.packs
     for_local_leaves(b, [&](const auto &s, const auto &o, const auto &onebit_job, const Leaf &where) INLINED {
         const int64_t first = index_in(b.exchange.local, s.job, onebit_job);
-        float *const to = b.onebit.exchanges ? b.exchange.local.worker + first : nullptr;
+        float *const to = b.onebit.has_peers ? b.exchange.local.worker + first : nullptr;
         for_packs(where.n, o.aligned, [&]<int V>(Width<V>, int offset) INLINED {
             const int64_t i = where.begin + offset;
             Pack<V> sum{};
@@ -396,23 +396,23 @@ constexpr OneBitKernel kApplyMeanKernels[] = {apply_mean_kernel<Feed::momentum>,
 
 class OneBitStep final : public OneBitStepKernels {
 public:
-    OneBitStep(const StepPlan &plan, const DevicePlan &d, const DevicePlan &fed, const OneBitJob *jobs, void *layout,
+    OneBitStep(const StepPlan &plan, const DevicePlan &d, const DevicePlan &sent, const OneBitJob *jobs, void *layout,
                const Launcher &launcher) :
         launcher_(launcher),
         b_{.d = d,
            .onebit = *plan.onebit,
            .exchange = {},
            .packs = false,
-           .fed = false,
-           .whole_vectors = !(plan.onebit->exchanges && plan.onebit->rules.compat)} {
+           .in_slice = false,
+           .whole_vectors = !(plan.onebit->has_peers && plan.onebit->rules.compat)} {
         b_.onebit.jobs = jobs;
-        if (b_.onebit.exchanges) {
+        if (b_.onebit.has_peers) {
             b_.exchange = plan.onebit->exchange->on_device(layout, &plan.control->skip);
             b_.packs = feed_also_packs(b_.onebit);
         }
         feeding_ = b_;
-        feeding_.d = fed;
-        feeding_.fed = plan.fed != nullptr;
+        feeding_.d = sent;
+        feeding_.in_slice = plan.slice_jobs != nullptr;
     }
 
     void run(ExchangePass pass) override { run_pass(pass, b_.exchange, nullptr, launcher_); }
@@ -423,7 +423,7 @@ public:
             return launcher_.launch_grid(b_.d.leaves / kWarps + 1, {"momentum_squares", Next::kernel},
                                          momentum_squares_kernel, b_);
         case OneBitPass::feed: {
-            const Next next = kernel_if(b_.onebit.exchanges); // completes the messages
+            const Next next = kernel_if(b_.onebit.has_peers); // completes the messages
             return launcher_.launch_grid({feeding_.d.leaves, b_.packs ? kTileBytes : 0}, {"feed", next},
                                          kFeedKernels[size_t(b_.onebit.feed)], feeding_);
         }
@@ -469,7 +469,7 @@ private:
     Next unless_shards() const { return kernel_if(b_.d.plan.shards.exchanged == 0 && !b_.onebit.sharded); }
     /// Exchanges of compat mode begin with a copy to the host, and the update of shards with a memset.
     Next after_begin() const {
-        const bool host_decides = b_.onebit.exchanges && b_.onebit.rules.compat;
+        const bool host_decides = b_.onebit.has_peers && b_.onebit.rules.compat;
         return kernel_if(!host_decides && !b_.onebit.sharded && !b_.exchange.local.layout.has_holes &&
                          (b_.onebit.stage == Stage::local || b_.d.plan.shards.count == 0));
     }
@@ -478,9 +478,9 @@ private:
     DeviceOneBit b_, feeding_; // the latter for OneBitPass::feed
 };
 
-void with_onebit_kernels(const StepPlan &plan, const DevicePlan &d, const DevicePlan &fed, const OneBitJob *jobs,
+void with_onebit_kernels(const StepPlan &plan, const DevicePlan &d, const DevicePlan &sent, const OneBitJob *jobs,
                          void *layout, const Launcher &launcher, FunctionRef<void(OneBitStepKernels &)> body) {
-    OneBitStep step(plan, d, fed, jobs, layout, launcher);
+    OneBitStep step(plan, d, sent, jobs, layout, launcher);
     body(step);
 }
 

@@ -36,10 +36,10 @@ public:
               .tail = Tail::none};
         d_.plan.jobs = table_->jobs;
         d_.plan.groups = table_->groups;
-        fed_ = d_;
-        fed_.leaves = uint32_t(plan.fed_visited.count);
-        fed_.first_leaf = uint32_t(plan.fed_visited.first);
-        if (plan.fed != nullptr) fed_.plan.jobs = table_->fed;
+        inspected_ = d_;
+        inspected_.leaves = uint32_t(plan.slice_visited.count);
+        inspected_.first_leaf = uint32_t(plan.slice_visited.first);
+        if (plan.slice_jobs != nullptr) inspected_.plan.jobs = table_->slice_jobs;
         layout_ = device_workspace.layout;
         if (plan.execution.timing && plan.execution.cache != nullptr && !in_capture) {
             marks_ = &static_cast<Cache *>(plan.execution.cache)->marks;
@@ -50,7 +50,7 @@ public:
     /// Calls body(*this), with the kernels of the 1-bit family or of matrices if the plan has them. No plan has both.
     void run(Lt *lt, FunctionRef<void(StepKernels &)> body) {
         if (plan_.onebit != nullptr)
-            return with_onebit_kernels(plan_, d_, fed_, table_->onebit, layout_, launcher_,
+            return with_onebit_kernels(plan_, d_, inspected_, table_->onebit, layout_, launcher_,
                                        [&](OneBitStepKernels &kernels) {
                                            onebit_ = &kernels;
                                            body(*this);
@@ -98,11 +98,11 @@ private:
     }
     /// True if the driver's next phase begins with a kernel, and not with a collective, a copy or a memset.
     bool is_followed_by_kernel(const PhaseRun &part) const {
-        return part.is_followed_by(Phase::onebit) && !plan_.onebit->exchanges && plan_.shards.exchanged == 0;
+        return part.is_followed_by(Phase::onebit) && !plan_.onebit->has_peers && plan_.shards.exchanged == 0;
     }
 
     void launch(Phase phase, Tail tail, Next next) {
-        DevicePlan &d = phase == Phase::inspect ? fed_ : d_;
+        DevicePlan &d = phase == Phase::inspect ? inspected_ : d_;
         d.tail = tail;
         switch (phase) {
         case Phase::inspect: return gpu::inspect(d, next, launcher_);
@@ -139,7 +139,7 @@ private:
 
     const StepPlan &plan_;
     const Launcher &launcher_;
-    DevicePlan d_{}, fed_{};         // with the jobs of the plan, and those of StepPlan::fed if there are any
+    DevicePlan d_{}, inspected_{};   // with the jobs of the plan, and those of StepPlan::slice_jobs if there are any
     std::optional<StepTable> table_; // in device memory, like `layout_`
     void *layout_ = nullptr;
     Marks *marks_ = nullptr;

@@ -87,12 +87,12 @@ std::string blocks_text(const Param &param) {
 /// Returns the flags of a parameter that determine what its state means.
 int32_t saved_flags(const Param &param) { return param.flags & DSOPT_PARAM_ROWS_ARE_INPUTS; }
 
-/// Throws MISMATCH if a parameter of the file is cut into other matrices, or has other flags.
+/// Throws MISMATCH if a parameter of the file has other matrix blocks, or has other flags.
 void check_blocks(const Fields &fields, const Param &param) {
     const std::string blocks = "blocks." + param.name, flags = "param_flags." + param.name, here = blocks_text(param);
     const std::string saved = fields.has(blocks) ? fields.text(blocks) : "";
     if (saved != here)
-        throw Error(DSOPT_ERR_MISMATCH, "parameter %s of the checkpoint is cut into matrices of %s, here of %s",
+        throw Error(DSOPT_ERR_MISMATCH, "parameter %s of the checkpoint has matrix blocks of %s, here of %s",
                     quoted(param.name).c_str(), saved.empty() ? "its own dims" : quoted(saved).c_str(),
                     here.empty() ? "its own dims" : quoted(here).c_str());
     if ((fields.has(flags) ? fields.number<int32_t>(flags) : 0) != saved_flags(param))

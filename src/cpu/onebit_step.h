@@ -23,14 +23,15 @@ struct LeafFold {
 
 class OneBitStep final : public OneBitStepKernels {
 public:
-    /// `fed`: of the jobs of OneBitPass::feed.
-    OneBitStep(const StepPlan &plan, const Kernels &kernels, const StepPartition &partition, const StepPartition &fed) :
+    /// `sent`: of the jobs of OneBitPass::feed.
+    OneBitStep(const StepPlan &plan, const Kernels &kernels, const StepPartition &partition,
+               const StepPartition &sent) :
         plan_(plan),
         onebit_(*plan.onebit),
         kernels_(kernels),
         partition_(partition),
-        fed_(fed),
-        exchange_(kernels.onebit, plan.execution.parallel, onebit_.exchanges ? *onebit_.exchange : Exchange()) {
+        sent_(sent),
+        exchange_(kernels.onebit, plan.execution.parallel, onebit_.has_peers ? *onebit_.exchange : Exchange()) {
         exchange_.buffers.local.skip = &plan.control->skip;
     }
 
@@ -99,7 +100,7 @@ private:
     const Compression &local() const { return exchange_.buffers.local; }
     const ListMean &mean() const { return exchange_.buffers.mean; }
     /// Returns the location of a scale group's mean. MeanView::of is NULL if there are no other ranks.
-    MeanView view_of(int32_t group) const { return {onebit_.exchanges ? &mean() : nullptr, mean().results, group}; }
+    MeanView view_of(int32_t group) const { return {onebit_.has_peers ? &mean() : nullptr, mean().results, group}; }
 
     void momentum_squares() const {
         if (has_momentum_scaling(onebit_)) return;
@@ -168,8 +169,8 @@ private:
         span.feed = onebit_.feed;
         span.onebit = onebit_scalars(onebit_, i, plain.job->group);
         span.steps = onebit_.feed_steps;
-        // Arrays of the family are whole if `fed` has only the ranges of a slice.
-        const int64_t begin = plain.job->begin(), moved = feeding && plan_.fed != nullptr ? begin : 0;
+        // Arrays of the family are whole if slice jobs have only the ranges of a slice.
+        const int64_t begin = plain.job->begin(), moved = feeding && plan_.slice_jobs != nullptr ? begin : 0;
         span.track = job.track() != nullptr ? job.track() + moved : nullptr;
         span.fresh_variance = job.fresh_variance;
         span.mask = job.mask;
@@ -187,7 +188,7 @@ private:
     }
 
     template <class Visit> void for_local(bool feeding, const Visit &visit) const {
-        (feeding ? fed_ : partition_).run([&](int64_t i, const Span &span) {
+        (feeding ? sent_ : partition_).run([&](int64_t i, const Span &span) {
             if (span.job->owner != Owner::exchange) return;
             OneBitSpan local = span_of(i, span, feeding);
             visit(local);
@@ -197,7 +198,7 @@ private:
     const StepPlan &plan_;
     const OneBitPlan &onebit_;
     const Kernels &kernels_;
-    const StepPartition &partition_, &fed_;
+    const StepPartition &partition_, &sent_;
     ExchangeRun exchange_;
 };
 

@@ -111,7 +111,7 @@ private:
 /// Partition of a step's tensors.
 class StepPartition {
 public:
-    /// `jobs`: those of the plan, or StepPlan::fed.
+    /// `jobs`: those of the plan, or StepPlan::slice_jobs.
     StepPartition(const StepPlan &plan, const TensorJob *jobs, const CacheSizes &caches, bool bf16_instruction) :
         plan_(plan),
         jobs_(jobs),
@@ -123,7 +123,7 @@ public:
         bf16_instruction_(bf16_instruction) {}
     /// Returns the size of Execution::device_workspace in bytes.
     static size_t device_workspace_bytes(const StepShape &shape) {
-        return size_t(shape.tensors + 1) * sizeof(int64_t) * (shape.feeds_slice ? 2 : 1);
+        return size_t(shape.tensors + 1) * sizeof(int64_t) * (shape.has_slice_jobs ? 2 : 1);
     }
 
     /// Calls visit(tensor, span) for every piece, on all threads.

@@ -14,9 +14,9 @@ public:
         plan_(plan),
         kernels_(kernels),
         partition_(plan, plan.jobs, caches, kernels.bf16_instruction) {
-        if (plan.fed != nullptr) fed_.emplace(plan, plan.fed, caches, kernels.bf16_instruction);
+        if (plan.slice_jobs != nullptr) inspected_.emplace(plan, plan.slice_jobs, caches, kernels.bf16_instruction);
         if (plan.matrices != nullptr) matrices_ = &matrix_step_.emplace(plan, kernels, products);
-        if (plan.onebit != nullptr) onebit_ = &onebit_step_.emplace(plan, kernels, partition_, fed());
+        if (plan.onebit != nullptr) onebit_ = &onebit_step_.emplace(plan, kernels, partition_, inspected());
     }
 
     void mark(int phase) override {
@@ -63,7 +63,7 @@ private:
     }
 
     void inspect() const {
-        fed().run([&](int64_t, const Span &span) {
+        inspected().run([&](int64_t, const Span &span) {
             const TensorJob &job = *span.job;
             if (!is_inspected(job)) return;
             const int64_t leaf = job.first_leaf + span.begin / kLeaf;
@@ -91,13 +91,13 @@ private:
     }
 
     bool is_skipped() const { return plan_.control->skip != 0; }
-    const StepPartition &fed() const { return fed_ ? *fed_ : partition_; }
+    const StepPartition &inspected() const { return inspected_ ? *inspected_ : partition_; }
 
     const DefaultFloatEnvironment environment_;
     const StepPlan &plan_;
     const Kernels &kernels_;
     const StepPartition partition_;
-    std::optional<StepPartition> fed_; // of StepPlan::fed
+    std::optional<StepPartition> inspected_; // of StepPlan::slice_jobs
     std::optional<OneBitStep> onebit_step_;
     std::optional<MatrixStep> matrix_step_;
     Clock::time_point last_mark_;

@@ -27,13 +27,13 @@ static_assert(sizeof(OneBitJob) == 48);
 /// One step of the family. Pointers are to backend memory, except `jobs` and `exchange` in the host's plan.
 struct OneBitPlan {
     const OneBitJob *jobs;
-    const Exchange *exchange; // set if `exchanges`
+    const Exchange *exchange; // set if `has_peers`
     ScheduleRules rules;
     TrustRules trust;
     ScheduleState now; // state before the step, as known to the host
     Stage stage;       // derived from `now`
     Feed feed;         // derived from the stage and the algorithm
-    bool exchanges;    // there are other ranks or, with two levels, other nodes
+    bool has_peers;    // there are other ranks or, with two levels, other nodes
     bool feed_steps;   // Feed::distance: OneBitPass::feed also makes the local step
     bool sharded;      // state is sharded: ranks complete the sums of leaves
     ScheduleState *schedule;
@@ -59,13 +59,13 @@ inline Feed feed_of(const ScheduleRules &rules, Stage stage) {
 }
 /// True if OneBitPass::feed also packs the compensated values: a scale group is then one tensor, whose values are
 /// packed while they are in registers or cache. `onebit`: the host's plan.
-inline bool feed_also_packs(const OneBitPlan &onebit) { return onebit.exchanges && !onebit.rules.compat; }
+inline bool feed_also_packs(const OneBitPlan &onebit) { return onebit.has_peers && !onebit.rules.compat; }
 
 /// Returns the scalars that rules use in addition to Scalars, for a tensor of the exchange.
 DSOPT_HD OneBitScalars onebit_scalars(const OneBitPlan &onebit, int64_t tensor, int32_t group) {
     return {onebit.trust_scaling != nullptr ? onebit.trust_scaling[tensor] : 1.0f,
             onebit.lr_sum != nullptr ? float(onebit.lr_sum[group]) : 0.0f,
-            onebit.rules.compat && !onebit.exchanges && onebit.feed == Feed::gradient, !onebit.rules.compat};
+            onebit.rules.compat && !onebit.has_peers && onebit.feed == Feed::gradient, !onebit.rules.compat};
 }
 
 // The family's counters. begin_...() runs before the exchange of a step that is taken, end_...() after everything else.
@@ -105,7 +105,7 @@ DSOPT_HD void scale_momentum(const OneBitPlan &onebit, int64_t i, double mean) {
 DSOPT_HD bool freezes(const OneBitPlan &onebit, bool skipped) { return !onebit.rules.compat || !skipped; }
 /// True if the step that freezes the variance zeroes the residuals: afterwards another quantity is exchanged.
 DSOPT_HD bool clears_residuals(const OneBitPlan &onebit, const ListMean &mean) {
-    return onebit.exchanges && mean.values == nullptr;
+    return onebit.has_peers && mean.values == nullptr;
 }
 
 /// Computes the trust ratio of a tensor in a compressed step, from this rank's sums or the sums over model ranks.

@@ -207,7 +207,7 @@ struct OwnedLayout;
 struct StepShape {
     int64_t tensors, groups, leaves;
     bool onebit;                  // there is a group of the 1-bit family
-    bool feeds_slice;             // StepPlan::fed may be set
+    bool has_slice_jobs;          // StepPlan::slice_jobs may be set
     const OwnedLayout *exchange;  // NULL: no other ranks
     const MatrixCounts *matrices; // NULL: no rule has Passes::matrix
 };
@@ -263,7 +263,7 @@ struct StepPlan {
     TensorJob *jobs; // begins a StepTable, whose other arrays follow
     /// The 1-bit family in two levels, unless state is sharded: jobs whose ranges are in this rank's slice, with the
     /// node's gradients, for pass 1 and OneBitPass::feed. NULL: `jobs`.
-    TensorJob *fed;
+    TensorJob *slice_jobs;
     int64_t count;
     const Hyper *groups;
     int64_t group_count;
@@ -288,7 +288,7 @@ struct StepPlan {
     LeafResults leaf;
     /// The leaves of the ranges of `jobs`, without those of matrices in sharded state, which only their own passes visit;
     /// and the leaves that pass 1 and OneBitPass::feed visit, with leaves of other ranks between them.
-    LeafInterval visited, fed_visited;
+    LeafInterval visited, slice_visited;
     ShardTable shards;
 };
 

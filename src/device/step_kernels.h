@@ -40,7 +40,7 @@ protected:
 /// step.
 enum class OneBitPass : uint8_t {
     momentum_squares, // compat mode of 1-bit LAMB: sums the squares of each leaf, unless trust_scaling is known
-    /// Adds the values that OneBitPlan::feed selects to the residual, with the jobs of StepPlan::fed if there are any.
+    /// Adds the values that OneBitPlan::feed selects to the residual, with the jobs of StepPlan::slice_jobs if there are any.
     /// Packs them, too, if feed_also_packs(). Makes the local step of 0/1 Adam first if OneBitPlan::feed_steps.
     feed,
     feed_padding,       // compat mode: the same for the padding after the tensors of a scale group

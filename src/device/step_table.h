@@ -12,7 +12,7 @@ struct StepTable {
     TensorJob *jobs;
     Hyper *groups;
     OneBitJob *onebit = nullptr;      // NULL without the 1-bit family
-    TensorJob *fed = nullptr;         // NULL unless StepShape::feeds_slice
+    TensorJob *slice_jobs = nullptr;  // NULL unless StepShape::has_slice_jobs
     MatrixJob *matrix_jobs = nullptr; // NULL without matrices, as the next two
     MatrixBatch *matrix_batches = nullptr;
     MatrixPlace *matrix_places = nullptr; // NULL unless matrices are partitioned among ranks
@@ -24,7 +24,7 @@ struct StepTable {
         arena.take(jobs, shape.tensors);
         arena.take(groups, shape.groups);
         if (shape.onebit) arena.take(onebit, shape.tensors);
-        if (shape.feeds_slice) arena.take(fed, shape.tensors);
+        if (shape.has_slice_jobs) arena.take(slice_jobs, shape.tensors);
         if (shape.matrices != nullptr) {
             arena.take(matrix_jobs, shape.matrices->jobs);
             arena.take(matrix_batches, shape.matrices->batches);

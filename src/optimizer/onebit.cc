@@ -168,7 +168,7 @@ void OneBit::plan(const StateTable &state, const dsopt_tensor *list, OneBitJob *
                     .now = now,
                     .stage = stage,
                     .feed = feed_of(setup_.rules, stage),
-                    .exchanges = setup_.compresses,
+                    .has_peers = setup_.compresses,
                     .feed_steps = !setup_.compresses || !setup_.layout.has_levels(),
                     .sharded = setup_.use == ExchangeUse::sharded_step,
                     .schedule = schedule,

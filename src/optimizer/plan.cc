@@ -47,8 +47,9 @@ StepPlan make_plan(const Optimizer &optimizer, const StepRequest &request, const
     const dsopt_step &step = request.step;
     plan_tables(optimizer, request, state, memory.mean, onebit, table);
     // In the stages that exchange. Such plans are never reused.
-    const bool feeds = table.fed != nullptr && (onebit->stage == Stage::exchange || onebit->stage == Stage::sync);
-    if (feeds) plan_fed(optimizer, request, *onebit, table);
+    const bool has_slice =
+        table.slice_jobs != nullptr && (onebit->stage == Stage::exchange || onebit->stage == Stage::sync);
+    if (has_slice) plan_slice_jobs(optimizer, request, *onebit, table);
     const bool compressed = onebit != nullptr && onebit->stage != Stage::full;
     PlannedScaler scaler{};
     if (with.scaler != nullptr && !request.initial)
@@ -57,7 +58,7 @@ StepPlan make_plan(const Optimizer &optimizer, const StepRequest &request, const
     const LeafInterval all{0, shape.leaves};
     return {
         .jobs = table.jobs,
-        .fed = feeds ? table.fed : nullptr,
+        .slice_jobs = has_slice ? table.slice_jobs : nullptr,
         .count = shape.tensors,
         .groups = table.groups,
         .group_count = shape.groups,
@@ -81,9 +82,9 @@ StepPlan make_plan(const Optimizer &optimizer, const StepRequest &request, const
         .norms = {memory.norms, shape.groups, 1 + int64_t(request.initial ? 0 : with.experts.size())},
         .leaf = {memory.sums_a, memory.sums_b, memory.bad},
         .visited = optimizer.shards() ? optimizer.parts()->leaves() : all,
-        .fed_visited = feeds                ? optimizer.parts()->slice_leaves()
-                       : optimizer.shards() ? optimizer.parts()->inspected_leaves()
-                                            : all,
+        .slice_visited = has_slice            ? optimizer.parts()->slice_leaves()
+                         : optimizer.shards() ? optimizer.parts()->inspected_leaves()
+                                              : all,
         .shards = {memory.shards, optimizer.trust_slots(), compressed ? optimizer.onebit()->setup().trust_slots : 0}};
 }
 
@@ -93,7 +94,7 @@ StepRows plan_rows(const Optimizer &optimizer, const StepRequest &request, const
     StepRows rows{.layout = parts.layout(),
                   .sharding = parts.sharding(),
                   .comms = row_comms(optimizer.attachments().data.get(), optimizer.attachments().node.get(),
-                                     parts.sharding(), plan.fed != nullptr),
+                                     parts.sharding(), plan.slice_jobs != nullptr),
                   .averaged = nullptr,
                   .averaged_in_node = nullptr,
                   .all_of_node = plan.onebit != nullptr && needs_all_of_node(*plan.onebit),

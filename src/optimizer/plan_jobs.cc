@@ -166,14 +166,14 @@ void plan_tables(const Optimizer &optimizer, const StepRequest &request, const d
     }
 }
 
-void plan_fed(const Optimizer &optimizer, const StepRequest &request, const OneBitPlan &onebit,
-              const StepTable &table) {
+void plan_slice_jobs(const Optimizer &optimizer, const StepRequest &request, const OneBitPlan &onebit,
+                     const StepTable &table) {
     for (size_t i = 0; i < optimizer.params().size(); ++i) {
         const Param &param = optimizer.params()[i];
         const Range slice = optimizer.parts()->slice(i);
         const bool has_slice = averages_in(request, optimizer.participation()[i], onebit.stage) == Averages::in_node &&
                                !needs_all_of_node(onebit); // of the mean
-        TensorJob &job = table.fed[i] = table.jobs[i];
+        TensorJob &job = table.slice_jobs[i] = table.jobs[i];
         job.range = {param.begin + slice.begin, slice.numel, param.whole};
         job.first_leaf = param.first_leaf + slice.begin / kLeaf;
         job.zeroes = false;

@@ -24,7 +24,8 @@ inline bool needs_all_of_node(const OneBitPlan &onebit) { return makes_local_ste
 /// of gradients.
 void plan_tables(const Optimizer &optimizer, const StepRequest &request, const dsopt_tensor *state, float *means,
                  const OneBitPlan *onebit, const StepTable &table);
-/// Fills StepPlan::fed: the ranges of `table.jobs` that are in this rank's slice.
-void plan_fed(const Optimizer &optimizer, const StepRequest &request, const OneBitPlan &onebit, const StepTable &table);
+/// Fills StepPlan::slice_jobs: the ranges of `table.jobs` that are in this rank's slice.
+void plan_slice_jobs(const Optimizer &optimizer, const StepRequest &request, const OneBitPlan &onebit,
+                     const StepTable &table);
 
 } // namespace dsopt

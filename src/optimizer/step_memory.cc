@@ -19,7 +19,7 @@ StepShape shape_of(const Registry &registry, const OneBit *onebit, const RankPar
             .groups = int64_t(registry.groups.size()),
             .leaves = params.empty() ? 0 : params.back().leaves().end(),
             .onebit = onebit != nullptr,
-            .feeds_slice = compresses && onebit->setup().layout.has_levels() && !shards,
+            .has_slice_jobs = compresses && onebit->setup().layout.has_levels() && !shards,
             .exchange = compresses ? &onebit->setup().layout : nullptr,
             .matrices = matrices != nullptr ? &matrices->counts() : nullptr};
 }

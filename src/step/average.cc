@@ -23,7 +23,8 @@ public:
         rows_(*run.rows),
         gradients_(gradients),
         in_node_(in_node),
-        jobs_(in_node && run.plan.fed != nullptr && !run.rows->all_of_node ? run.plan.fed : run.plan.jobs),
+        jobs_(in_node && run.plan.slice_jobs != nullptr && !run.rows->all_of_node ? run.plan.slice_jobs
+                                                                                  : run.plan.jobs),
         local_(rows_.comms.local),
         nodes_(local_.nodes()),
         sends_f32_(rows_.comms.first_level().provider_sums()) {}

@@ -9,7 +9,7 @@
 
 namespace dsopt {
 
-/// Averages StepRows::averaged and averaged_in_node. The means are in the gradients of the jobs, or of StepPlan::fed: F32
+/// Averages StepRows::averaged and averaged_in_node. The means are in the gradients of the jobs, or of StepPlan::slice_jobs: F32
 /// arrays that have the elements of the job's range.
 void average_gradients(const StepRun &run);
 /// Reserves memory of the comms for this function.

@@ -20,7 +20,7 @@ bool is_skipped(const StepRun &run) {
 void feed_and_exchange(const StepRun &run, StepKernels &kernels) {
     OneBitStepKernels &local = *kernels.onebit();
     const OneBitPlan &plan = *run.plan.onebit;
-    if (!plan.exchanges) {
+    if (!plan.has_peers) {
         if (plan.feed == Feed::distance) local.run(OneBitPass::feed); // it also takes the local step
         return;
     }
@@ -47,7 +47,7 @@ void update_adam(const StepRun &run, StepKernels &kernels) {
     feed_and_exchange(run, kernels);
     kernels.onebit()->run(OneBitPass::apply_mean);
     if (plan.momentum != nullptr) kernels.onebit()->run(OneBitPass::store_results);
-    if (plan.exchanges) kernels.mark(DSOPT_MS_DECOMPRESS);
+    if (plan.has_peers) kernels.mark(DSOPT_MS_DECOMPRESS);
 }
 
 void update_lamb(const StepRun &run, StepKernels &kernels) {
@@ -73,21 +73,21 @@ void update_lamb(const StepRun &run, StepKernels &kernels) {
         local.decide(OneBitDecision::shared_trust);
     }
     local.run(OneBitPass::lamb_weights);
-    if (plan.exchanges) kernels.mark(DSOPT_MS_DECOMPRESS);
+    if (plan.has_peers) kernels.mark(DSOPT_MS_DECOMPRESS);
 }
 
 } // namespace
 
 void update_onebit(const StepRun &run, StepKernels &kernels) {
     const OneBitPlan &plan = *run.plan.onebit;
-    if (plan.rules.compat && plan.exchanges && is_skipped(run)) return;
+    if (plan.rules.compat && plan.has_peers && is_skipped(run)) return;
     if (plan.stage == Stage::local) return kernels.onebit()->run(OneBitPass::local);
     return plan.feed == Feed::scaled ? update_lamb(run, kernels) : update_adam(run, kernels);
 }
 
 void reserve_onebit(const StepRun &run) {
     const OneBitPlan &plan = *run.plan.onebit;
-    if (plan.exchanges)
+    if (plan.has_peers)
         reserve_exchange(run.comms.data, run.comms.node, *plan.exchange->layout, plan.exchange->use,
                          run.plan.execution.stream);
     if (run.plan.shards.exchanged != 0) reserve_shards(run);

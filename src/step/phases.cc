@@ -13,7 +13,7 @@ PhaseList phases_of(const StepPlan &plan, const StepRows *rows, const CommSet &c
     const bool averages = rows != nullptr && (rows->averaged != nullptr || rows->averaged_in_node != nullptr);
     const bool shards = rows != nullptr && rows->sharding != Sharding::none;
     // Of these steps each rank inspects a part. The sums of updates are partial if state is sharded.
-    const bool in_parts = shards || plan.fed != nullptr,
+    const bool in_parts = shards || plan.slice_jobs != nullptr,
                partial_sums = shards && (policy.reduces || policy.report_norms);
     const bool shares_trust = plan.shards.count != plan.shards.exchanged;
     PhaseList list;

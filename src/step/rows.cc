@@ -11,16 +11,16 @@ namespace dsopt {
 // in a row than in the vector.
 static_assert(ListVector::kAlignment % int64_t(kCacheLine) == 0);
 
-RowLayout::RowLayout(ListVector vector, std::vector<ListVector> dealt, int ranks, int64_t element, int64_t capacity) :
+RowLayout::RowLayout(ListVector vector, std::vector<ListVector> owned, int ranks, int64_t element, int64_t capacity) :
     vector_(std::move(vector)),
-    dealt_(std::move(dealt)),
+    owned_(std::move(owned)),
     partition_{vector_.blocks(), ranks},
     element_(element) {
     stripes_ = stripes_of(partition_.chunk_blocks(), capacity);
     int64_t longest = 0;
-    for (const ListVector &owned : dealt_)
-        longest = std::max(longest, VectorPartition{owned.blocks(), ranks / int(dealt_.size())}.chunk_blocks());
-    dealt_stripes_ = stripes_of(longest, capacity);
+    for (const ListVector &vector : owned_)
+        longest = std::max(longest, VectorPartition{vector.blocks(), ranks / int(owned_.size())}.chunk_blocks());
+    owned_stripes_ = stripes_of(longest, capacity);
     for (const int64_t stripe : stripes_with_most_pieces()) {
         int64_t pieces = 0;
         for (int row = 0; row < ranks; ++row)
@@ -44,8 +44,8 @@ std::vector<int64_t> RowLayout::stripes_with_most_pieces() const {
                 found.push_back(first + vector.range(i).begin / ListVector::kBlock % blocks / part.blocks);
     };
     add_vector(vector_, partition_.ranks, stripes_, 0);
-    for (const ListVector &owned : dealt_)
-        add_vector(owned, partition_.ranks / int(dealt_.size()), dealt_stripes_, stripes_.count);
+    for (const ListVector &vector : owned_)
+        add_vector(vector, partition_.ranks / int(owned_.size()), owned_stripes_, stripes_.count);
     std::sort(found.begin(), found.end());
     found.erase(std::unique(found.begin(), found.end()), found.end());
     return found;
@@ -57,13 +57,13 @@ RowLayout::Stripes RowLayout::stripes_of(int64_t chunk_blocks, int64_t capacity)
     return {blocks, (chunk_blocks + blocks - 1) / blocks};
 }
 
-RowComms row_comms(Comm *data, Comm *node, Sharding sharding, bool feeds) {
+RowComms row_comms(Comm *data, Comm *node, Sharding sharding, bool has_slice_jobs) {
     const DataRank local = data_rank_of(data, node);
     const bool in_node = sharding == Sharding::in_node;
     return {.data = data,
             .node = node,
             .local = local,
-            .between_parts = in_node || feeds ? nullptr : data,
+            .between_parts = in_node || has_slice_jobs ? nullptr : data,
             .first = in_node ? local.first_of_slice() : local.rank,
             .count = in_node ? local.nodes() : 1};
 }

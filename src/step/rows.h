@@ -19,16 +19,16 @@ namespace dsopt {
 /// with one chunk per rank of the owner, and their stripes follow those of the list.
 class RowLayout {
 public:
-    /// `dealt`: a vector per owner, in which other tensors have no elements; empty: there are no such tensors. `capacity`:
+    /// `owned`: a vector per owner, in which other tensors have no elements; empty: there are no such tensors. `capacity`:
     /// bytes of one row of every rank, unless a stripe of one block needs more. `element`: bytes of the largest element.
-    RowLayout(ListVector vector, std::vector<ListVector> dealt, int ranks, int64_t element, int64_t capacity);
+    RowLayout(ListVector vector, std::vector<ListVector> owned, int ranks, int64_t element, int64_t capacity);
     int ranks() const { return partition_.ranks; }
-    int64_t stripes() const { return stripes_.count + dealt_stripes_.count; }
+    int64_t stripes() const { return stripes_.count + owned_stripes_.count; }
     /// Returns the bytes of one of StepRows::staging.
     int64_t staging_bytes() const { return ranks() * max_row_bytes(); }
     /// Returns an upper bound of row_bytes().
     int64_t max_row_bytes() const {
-        return std::max(stripes_.blocks, dealt_stripes_.blocks) * ListVector::kBlock * element_;
+        return std::max(stripes_.blocks, owned_stripes_.blocks) * ListVector::kBlock * element_;
     }
     /// Returns the largest number of pieces of a stripe, in all rows together.
     int64_t max_pieces() const { return max_pieces_; }
@@ -44,12 +44,12 @@ public:
     /// 0 for a tensor that is left out.
     template <class Size, class Visit>
     int64_t for_pieces(int64_t stripe, int row, const Size &size_of, const Visit &visit) const {
-        const bool dealt = stripe >= stripes_.count;
-        const int chunks = dealt ? partition_.ranks / int(dealt_.size()) : partition_.ranks; // of the vector
-        const ListVector &vector = dealt ? dealt_[size_t(row / chunks)] : vector_;
-        const Stripes &stripes = dealt ? dealt_stripes_ : stripes_;
+        const bool owned = stripe >= stripes_.count;
+        const int chunks = owned ? partition_.ranks / int(owned_.size()) : partition_.ranks; // of the vector
+        const ListVector &vector = owned ? owned_[size_t(row / chunks)] : vector_;
+        const Stripes &stripes = owned ? owned_stripes_ : stripes_;
         const int64_t blocks = VectorPartition{vector.blocks(), chunks}.chunk_blocks(),
-                      first = (dealt ? stripe - stripes_.count : stripe) * stripes.blocks,
+                      first = (owned ? stripe - stripes_.count : stripe) * stripes.blocks,
                       count = std::max<int64_t>(std::min(stripes.blocks, blocks - first), 0);
         const Range elements =
             intersection({(row % chunks * blocks + first) * ListVector::kBlock, count * ListVector::kBlock, 0},
@@ -82,10 +82,10 @@ private:
     std::vector<int64_t> stripes_with_most_pieces() const;
 
     ListVector vector_;
-    std::vector<ListVector> dealt_;
+    std::vector<ListVector> owned_;
     VectorPartition partition_;
     int64_t element_, max_pieces_ = 0;
-    Stripes stripes_{}, dealt_stripes_{};
+    Stripes stripes_{}, owned_stripes_{};
 };
 
 /// The parts that ranks keep of sharded state.
@@ -104,8 +104,8 @@ struct RowComms {
     /// Returns the comm that gradients are sent over first.
     Comm &first_level() const { return node != nullptr ? *node : *data; }
 };
-/// `feeds`: the step has StepPlan::fed, and a rank's part is its slice of the node.
-RowComms row_comms(Comm *data, Comm *node, Sharding sharding, bool feeds);
+/// `has_slice_jobs`: the step has StepPlan::slice_jobs, and a rank's part is its slice of the node.
+RowComms row_comms(Comm *data, Comm *node, Sharding sharding, bool has_slice_jobs);
 
 /// Messages of a step in rows, and their memory.
 struct StepRows {
@@ -116,7 +116,7 @@ struct StepRows {
     /// tensors, and without data for zeros. NULL if there are none.
     const dsopt_tensor *averaged;
     /// The same for gradients that the step averages inside the node. `all_of_node`: every rank of the node gets all
-    /// means; otherwise those of its slice, which are the gradients of StepPlan::fed or of sharded jobs.
+    /// means; otherwise those of its slice, which are the gradients of StepPlan::slice_jobs or of sharded jobs.
     const dsopt_tensor *averaged_in_node;
     bool all_of_node;
     const dsopt_tensor *weights; // the whole parameters of sharded state, or NULL

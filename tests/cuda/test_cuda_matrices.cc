@@ -44,7 +44,7 @@ std::vector<std::string> launches(BackendOptimizer &side) {
     return fakert::launched_kernels();
 }
 
-TEST_F(CudaMatrices, HaveTheBitsOfTheCpuForAllProducts) {
+TEST_F(CudaMatrices, MatchTheCpuBitwiseForAllProducts) {
     expect_same_bits(all_shapes(), "BF16");
     Setting s = all_shapes();
     s.change = [](dsopt_group &group, int index) {
@@ -62,7 +62,7 @@ TEST_F(CudaMatrices, HaveTheBitsOfTheCpuForAllProducts) {
     expect_same_bits(s, "F32 and F16");
 }
 
-TEST_F(CudaMatrices, HaveTheBitsOfTheCpuForAllFormats) {
+TEST_F(CudaMatrices, MatchTheCpuBitwiseForAllFormats) {
     for (const int32_t masters : {DSOPT_MASTERS_PER_TENSOR, DSOPT_MASTERS_REMAINDER})
         for (const int32_t format : {DSOPT_MOMENT_F32, DSOPT_MOMENT_BF16, DSOPT_MOMENT_BF16_RANDOM}) {
             Setting s = one_batch();

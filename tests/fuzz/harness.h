@@ -79,7 +79,7 @@ template <size_t N> int32_t algorithm_of(uint8_t byte, const int32_t (&list)[N])
     return byte >= kFirstOfMuon ? int32_t(DSOPT_ALGORITHM_MUON) : list[byte % N];
 }
 
-/// The shape of a parameter of Muon, and how it is cut into small matrices. By default a flat parameter of other
+/// The shape of a parameter of Muon, and its small matrix blocks. By default a flat parameter of other
 /// algorithms.
 struct Cut {
     std::array<int64_t, 3> dims{};

@@ -23,7 +23,7 @@ inline double rank_1_bound(int32_t products) {
     return products == DSOPT_DTYPE_F32 ? 5e-4 : products == DSOPT_DTYPE_F16 ? 2.5e-2 : 0.15;
 }
 
-/// A parameter: its shape, and how it is cut into matrices.
+/// A parameter: its shape, and its matrix blocks.
 struct Cut {
     std::vector<int64_t> dims;
     int64_t rows = 0, cols = 0; // both 0: one matrix

@@ -86,8 +86,8 @@ class Operations:
 class Doubles:
     """The float64 parameters of an optimizer, by index in the flat order."""
 
-    def __init__(self, looks: bool, reports: bool) -> None:
-        self._looks, self._reports = looks, reports
+    def __init__(self, checks_nonfinite: bool, reports: bool) -> None:
+        self._checks_nonfinite, self._reports = checks_nonfinite, reports
         self.arrays: Dict[int, Any] = {}
         self.groups: List[int] = []  # group of each parameter
         self.state: Dict[str, Any] = {}
@@ -138,9 +138,9 @@ class Doubles:
         lr, scale = unboxed(options["lr"]), optimizer.scaler.scale if optimizer.scaler is not None else 1.0
         scale *= self._first(options["grad_scale"], 1.0)
         clips = optimizer.max_norm or any(group.max_norm for group in optimizer.groups)
-        looks = self._looks or clips or optimizer.scaler is not None or options["grad_scale"] is not None
+        inspects = self._checks_nonfinite or clips or optimizer.scaler is not None or options["grad_scale"] is not None
         norms, self.known = options["grad_norms"], {}
-        if norms is None and looks:
+        if norms is None and inspects:
             norms = self.norms(optimizer, theirs, mine)
         before = optimizer.state.copy("optimizer.step")
         optimizer._doubles = None  # from here on step() is the engine's

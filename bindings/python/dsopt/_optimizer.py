@@ -183,7 +183,7 @@ class Optimizer(Handle):
             )
         # float64 parameters, which the engine does not support
         self._doubles: Optional[Doubles] = None
-        self._looks, self._reports_norms = nonfinite == "skip", bool(report_norms)
+        self._checks_nonfinite, self._reports_norms = nonfinite == "skip", bool(report_norms)
         self._refuses_doubles = {
             "compat='deepspeed'": compat != "none",
             "a comm": bool(comms),
@@ -263,7 +263,7 @@ class Optimizer(Handle):
         shapes, dtypes = [tuple(param.shape) for param in params], [struct.tensor.dtype for struct, _ in owners]
         self._bound.add([name for name, _ in pairs], shapes, dtypes, [param.array for param in params], owners)
         if self._doubles is None and any(array is not None for array in doubles):
-            self._doubles = Doubles(self._looks, self._reports_norms)
+            self._doubles = Doubles(self._checks_nonfinite, self._reports_norms)
             self._doubles.groups += self._groups_of
         self._groups_of += groups
         if self._doubles is not None:

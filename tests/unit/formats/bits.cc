@@ -78,7 +78,7 @@ TEST(FormatThreads, DoNotChangeBits) {
 }
 
 // Slices at multiples of 256 of one tensor, each in an optimizer of its own. LAMB's trust ratio is that of a tensor.
-TEST(FormatSlices, HaveTheBitsOfTheWholeTensor) {
+TEST(FormatSlices, MatchTheWholeTensorBitwise) {
     constexpr int64_t total = 5000;
     for (const FormatCase &c : all_format_cases()) {
         if (c.algorithm == DSOPT_ALGORITHM_LAMB) continue;
@@ -123,7 +123,7 @@ TEST(FormatOffsets, ReachBeyond32Bits) {
 }
 
 // Tensors with and without formats, and both kinds of masters, in one step.
-TEST(FormatLists, MixedWithF32MomentsHaveTheBitsOfEachAlone) {
+TEST(FormatLists, MixedWithF32MomentsMatchEachAloneBitwise) {
     for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB}) {
         const FormatCase c{algorithm, {DSOPT_MOMENT_E4M3, DSOPT_MOMENT_Q8}};
         const Context context = make_context();
@@ -155,7 +155,7 @@ TEST(FormatLists, MixedWithF32MomentsHaveTheBitsOfEachAlone) {
 }
 
 // Packing: lists of one tensor and of all of them, in both orders. LAMB's trust ratios are those of tensors.
-TEST(FormatLists, HaveTheBitsOfEachTensorAloneInAnyOrder) {
+TEST(FormatLists, MatchEachTensorAloneBitwiseInAnyOrder) {
     for (const FormatCase &c : all_format_cases()) {
         const Context context = make_context();
         const auto param_of_size = [](int64_t size) {

@@ -45,12 +45,12 @@ void compare_masters(int32_t algorithm, double max_norm, int steps) {
 class RemainderMasters : public testing::TestWithParam<int32_t> {};
 INSTANTIATE_TEST_SUITE_P(Rules, RemainderMasters, testing::ValuesIn(kStandardRules), algorithm_name);
 
-TEST_P(RemainderMasters, HaveTheBitsOfSeparateMasters) {
+TEST_P(RemainderMasters, MatchSeparateMastersBitwise) {
     for (const double max_norm : {0.0, 0.5}) compare_masters(GetParam(), max_norm, 10);
 }
 LABEL(numbers_only);
 LABEL(long_emulated);
-TEST_P(RemainderMasters, HaveTheBitsOfSeparateMastersAfter200Steps) { compare_masters(GetParam(), 0.5, 200); }
+TEST_P(RemainderMasters, MatchSeparateMastersBitwiseAfter200Steps) { compare_masters(GetParam(), 0.5, 200); }
 
 TEST(RemainderMaster, StartsAsTheParameter) {
     const Trainer trainer(shapes_of({700}, kBf16, kBf16), make_group(DSOPT_ALGORITHM_ADAMW),

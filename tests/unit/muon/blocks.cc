@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a parameter is cut into matrices. Each form has the bits of an optimizer in which every matrix is a parameter.
+// Matrix blocks of a parameter. Each form has the bits of an optimizer in which every matrix is a parameter.
 #include "support/muon.h"
 
 using namespace test;

@@ -244,7 +244,7 @@ class MuonOptions : public testing::TestWithParam<Options> {};
 INSTANTIATE_TEST_SUITE_P(, MuonOptions, testing::ValuesIn(kOptions),
                          [](const auto &info) { return std::to_string(info.index); });
 
-TEST_P(MuonOptions, HaveTheBitsOfAPlainStep) {
+TEST_P(MuonOptions, MatchAPlainStepBitwise) {
     Training plain(GetParam(), true, false), with(GetParam(), false, false), pure(GetParam(), false, true);
     for (uint64_t t = 1; t <= 4; ++t) {
         plain.step(t);

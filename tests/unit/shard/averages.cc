@@ -46,7 +46,7 @@ TEST(AveragesOfDtypes, AreOfWidenedGradients) {
 LABEL(one_of_many);
 LABEL(long_emulated);
 LABEL(slow);
-TEST(AveragesOfLongLists, ComeInStripes) {
+TEST(AveragesOfLongLists, AreMadeInStripes) {
     for (const Topology &topology : kFew)
         expect_bits_of_mean({.groups = {group_of(DSOPT_ALGORITHM_SGD)}, .sizes = {1500000, 700, 4097}, .steps = 1},
                             topology);

@@ -71,7 +71,7 @@ TEST(MatricesOfRanks, MayBeFewerThanRanks) {
         expect_same_bits({.groups = {muon(DSOPT_DTYPE_F32)}, .sizes = {24 * 40}, .blocks = {{24, 40}}}, {1, 5, flag});
 }
 
-TEST(MatricesOfRanks, MayBeNone) {
+TEST(MatricesOfRanks, AreNotNeededByEveryRank) {
     for (const uint32_t flag : {kSplit, uint32_t(DSOPT_OPTIMIZER_SHARD)})
         for (const std::vector<int64_t> &sizes : {std::vector<int64_t>{}, {0}})
             expect_same_bits({.groups = {muon()}, .sizes = sizes, .blocks = {{24, 40}}}, {1, 2, flag});
@@ -80,7 +80,7 @@ TEST(MatricesOfRanks, MayBeNone) {
 LABEL(one_of_many);
 LABEL(long_emulated);
 LABEL(slow);
-TEST(MatricesOfRanks, ComeInStripes) {
+TEST(MatricesOfRanks, AreGatheredInStripes) {
     ShardTraining training{
         .groups = {muon()}, .sizes = {4 * 250000, 4 * 100000}, .steps = 2, .blocks = {{4, 250000}, {4, 100000}}};
     training.groups[0].ns_steps = 1;
@@ -119,7 +119,7 @@ TEST(MatricesOfRanks, ApplyWithTheBitsOfSteps) {
 }
 
 // Tensors of matrices have one owner: the cost of their iterations is partitioned evenly.
-TEST(MatricesOfRanks, AreDealtOutWhole) {
+TEST(MatricesOfRanks, AreOwnedWhole) {
     with_ranks(3, [](int rank, const Context &context, const Comm &comm) {
         dsopt_optimizer_desc desc = optimizer_desc(0, DSOPT_OPTIMIZER_SHARD);
         desc.data = comm.get();

@@ -118,7 +118,7 @@ Groups groups_of(int32_t first, int32_t second) {
     return groups;
 }
 
-TEST(AlternatingGroups, HaveTheBitsOfContiguousGroups) {
+TEST(AlternatingGroups, MatchContiguousGroupsBitwise) {
     for (const int32_t first : kStandardRules)
         for (const int32_t second : {DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB})
             for (const int32_t dtype : {DSOPT_DTYPE_F32, DSOPT_DTYPE_F16})

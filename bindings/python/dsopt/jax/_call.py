@@ -163,11 +163,11 @@ class Recipe:
     @property
     def needs_whole_tensors(self) -> bool:
         """True if a step is not element-wise, or needs to know where a shard begins."""
-        uses_norms = self.looks or self.is_lamb or self.reports_norms
+        uses_norms = self.checks_nonfinite or self.is_lamb or self.reports_norms
         return uses_norms or self.rounds_at_random or self.has_scales or self.has_matrices
 
     @property
-    def looks(self) -> bool:
+    def checks_nonfinite(self) -> bool:
         """True if a step reads all gradients before it decides whether to skip."""
         return self.nonfinite == abi.DSOPT_NONFINITE_SKIP or self.max_norm > 0 or bool(self.scaler)
 

@@ -79,7 +79,7 @@ class _Shards:
     def __call__(self, *arrays):
         values, params, grads, state = self.call.split(arrays)
         bad = None
-        if self.recipe.looks:
+        if self.recipe.checks_nonfinite:
             norms, bad = self.whole(grads)
             groups = [[i for i, p in enumerate(self.recipe.params) if p.group == g] for g in range(self.groups)]
             values["grad_norms"] = jnp.stack([_hypot(norms[np.array(group)]) for group in groups])
