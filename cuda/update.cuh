@@ -88,6 +88,12 @@ __device__ __forceinline__ bool all_aligned(const TensorJob &job) {
     return (all & 15) == 0;
 }
 
+/// Sets how the arrays of a tensor are loaded.
+__device__ __forceinline__ void find_layout(SharedTensor &s) {
+    s.aligned = all_aligned(s.job);
+    s.formats = formats_of(s.job);
+}
+
 __device__ __forceinline__ uint32_t leaf_at(const DevicePlan &d, uint32_t position) {
     return d.first_leaf + (d.backwards ? d.leaves - 1 - position : position);
 }
@@ -127,10 +133,7 @@ __device__ __forceinline__ void for_shared_leaves(const DevicePlan &d, const Lea
                 if (threadIdx.x < LeavesAhead::words)
                     reinterpret_cast<uint64_t *>(&s.job)[threadIdx.x] = ahead.job[threadIdx.x];
                 __syncwarp();
-                if (threadIdx.x == 1) { // not thread 0, which needs all of its registers below
-                    s.aligned = all_aligned(s.job);
-                    s.formats = formats_of(s.job);
-                }
+                if (threadIdx.x == 1) find_layout(s); // not thread 0, which needs all of its registers below
                 __syncwarp();
                 if (threadIdx.x == 0) {
                     s.tensor = tensor;
