@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstring>
 #include <optional>
+#include <utility>
 
 namespace dsopt {
 
@@ -42,6 +43,17 @@ bool differs_in_addresses(const dsopt_tensor *now, const std::vector<dsopt_tenso
               (a.data == nullptr || reinterpret_cast<uintptr_t>(a.data) % dtype_size(a.dtype) == 0);
     }
     return may;
+}
+
+/// Returns the plan of the matrices. `scratch`: memory of any alignment, NULL if none is needed.
+MatrixPlan plan_matrices(const Optimizer &optimizer, const StepRequest &request, const StepMemory &memory,
+                         const StepTable &table, char *scratch) {
+    MatrixPlan plan = optimizer.matrices()->plan(optimizer.groups(), table, request.reuse != Reuse::nothing);
+    plan.row = memory.matrix_row;
+    plan.rows = memory.matrix_rows;
+    plan.workspace = memory.matrices;
+    if (scratch != nullptr) plan.scratch = scratch + (0 - uintptr_t(scratch)) % kCacheLine;
+    return plan;
 }
 
 /// Runs a step. With DSOPT_OPTIMIZER_CHECK_RANKS: if it fails before the ranks compare their steps, reports this to the
@@ -80,14 +92,7 @@ void Optimizer::run(const StepRequest &request, const dsopt_tensor *state, void 
         family->plan(this->state(), state, table.onebit, memory.exchange, memory.factors, engine_schedule, stream,
                      onebit);
     MatrixPlan matrices{};
-    if (this->matrices() != nullptr) {
-        matrices = this->matrices()->plan(groups(), table, request.reuse != Reuse::nothing);
-        matrices.row = memory.matrix_row;
-        matrices.rows = memory.matrix_rows;
-        matrices.workspace = memory.matrices;
-        if (sizes().matrix_scratch != 0)
-            matrices.scratch = matrix_scratch.data() + (0 - uintptr_t(matrix_scratch.data())) % kCacheLine;
-    }
+    if (this->matrices() != nullptr) matrices = plan_matrices(*this, request, memory, table, matrix_scratch.data());
     StepPlan plan = make_plan(*this, request, state, memory, table, family != nullptr ? &onebit.plan : nullptr,
                               this->matrices() != nullptr ? &matrices : nullptr);
     if (request.stateful) {
@@ -100,10 +105,8 @@ void Optimizer::run(const StepRequest &request, const dsopt_tensor *state, void 
     std::optional<StepRows> rows;
     if (parts() != nullptr && !request.initial) rows.emplace(plan_rows(*this, request, state, memory, plan));
     const PhaseList phases = phases_of(plan, rows ? &*rows : nullptr, ranks);
-    if (request.stateful && context_->logs(DSOPT_LOG_TRACE) && of_steps_.logged != phases) {
+    if (request.stateful && context_->logs(DSOPT_LOG_TRACE) && std::exchange(of_steps_.logged, phases) != phases)
         context_->log(DSOPT_LOG_TRACE, "phases of a step: %s", to_text(phases, plan, ranks).c_str());
-        of_steps_.logged = phases;
-    }
     if (engine_schedule) family->invalidate_schedule(); // in case the step fails
     const bool checks = request.ranks_compared != nullptr && checks_ranks(*this);
     const bool checks_lists = !checks && request.stateful && derived_.sends_lists() && !of_steps_.lists_compared;
