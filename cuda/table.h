@@ -25,7 +25,7 @@ struct DeviceWorkspace {
     /// `memory` NULL: only computes `bytes`.
     DeviceWorkspace(void *memory, const StepShape &shape) {
         Arena arena(memory);
-        arena.take_bytes(table, StepTable(nullptr, shape).bytes);
+        arena.take_bytes(table, shape.table_bytes);
         arena.take(map.tensor_of_leaf, shape.leaves);
         arena.take(map.tensor_leaves, shape.tensors);
         arena.take(squares, shape.tensors);
@@ -146,7 +146,7 @@ private:
 inline StepTable upload_table(const StepPlan &plan, const DeviceWorkspace &device_workspace, const Launcher &launcher) {
     const StepShape &shape = plan.execution.shape;
     const char *const image = reinterpret_cast<const char *>(plan.jobs);
-    const size_t bytes = StepTable(nullptr, shape).bytes;
+    const size_t bytes = shape.table_bytes;
     Cache *const cache = static_cast<Cache *>(plan.execution.cache);
     const bool is_new = cache == nullptr || cache->workspace != plan.execution.device_workspace;
     if (is_new && cache != nullptr && capturing(launcher.stream))

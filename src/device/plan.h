@@ -210,6 +210,7 @@ struct StepShape {
     bool has_slice_jobs;          // StepPlan::slice_jobs may be set
     const OwnedLayout *exchange;  // NULL: no other ranks
     const MatrixCounts *matrices; // NULL: no rule has Passes::matrix
+    size_t table_bytes;           // of the StepTable
 };
 
 /// The part of a call's plan that is identical to the previous call's plan.

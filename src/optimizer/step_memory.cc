@@ -21,7 +21,8 @@ StepShape shape_of(const Registry &registry, const OneBit *onebit, const RankPar
             .onebit = onebit != nullptr,
             .has_slice_jobs = compresses && onebit->setup().layout.has_levels() && !shards,
             .exchange = compresses ? &onebit->setup().layout : nullptr,
-            .matrices = matrices != nullptr ? &matrices->counts() : nullptr};
+            .matrices = matrices != nullptr ? &matrices->counts() : nullptr,
+            .table_bytes = 0};
 }
 
 } // namespace
@@ -30,7 +31,8 @@ StepSizes sizes_of(const Registry &registry, const dsopt_optimizer_desc &desc, c
                    const OneBit *onebit, const RankParts *parts, const Matrices *matrices) {
     const DeviceKernels &kernels = context.device().kernels();
     StepSizes sizes;
-    const StepShape &shape = sizes.shape = shape_of(registry, onebit, parts, matrices);
+    StepShape &shape = sizes.shape = shape_of(registry, onebit, parts, matrices);
+    shape.table_bytes = StepTable(nullptr, shape).bytes;
     const NormTable norms{nullptr, shape.groups, 1 + desc.expert_count};
     const bool lamb = onebit != nullptr && onebit->setup().rules.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB;
     sizes.on_host = context.device().is_host();
@@ -39,7 +41,6 @@ StepSizes sizes_of(const Registry &registry, const dsopt_optimizer_desc &desc, c
     sizes.factors = lamb ? shape.leaves : 0;
     sizes.shards = ShardTable{nullptr, registry.trust_slots, 0}.bytes();
     sizes.device_workspace = kernels.device_workspace_bytes(shape);
-    sizes.table = StepTable(nullptr, shape).bytes;
     if (shape.exchange != nullptr) sizes.exchange = Exchange::workspace_bytes(*shape.exchange, onebit->setup().use);
     if (parts != nullptr) {
         sizes.mean = parts->mean_numel();
@@ -83,7 +84,7 @@ void StepMemory::partition(const StepSizes &sizes, Arena &arena, Arena &host_arr
     arena.take_bytes(matrices, sizes.matrices);
     arena.take(matrix_row, sizes.matrix_row);
     arena.take(matrix_rows, sizes.matrix_rows);
-    host_arrays.take_bytes(table, sizes.table);
+    host_arrays.take_bytes(table, shape.table_bytes);
     for (dsopt_tensor **list : {&weights, &averaged, &averaged_in_node, &gradients})
         host_arrays.take(*list, sizes.lists);
     host_arrays.take(pieces, sizes.pieces);

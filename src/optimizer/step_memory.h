@@ -22,7 +22,7 @@ struct StepSizes {
     int64_t lists = 0; // of each list of tensors
     int64_t pieces = 0;
     // Numbers of bytes.
-    size_t shards = 0, device_workspace = 0, exchange = 0, matrices = 0, table = 0;
+    size_t shards = 0, device_workspace = 0, exchange = 0, matrices = 0;
     bool on_host = false; // backend memory is host memory
     // Sums of the above.
     size_t workspace_bytes = 0, host_bytes = 0; // host_bytes: 0 if backend memory is host memory
