@@ -16,19 +16,10 @@ constexpr const char *kMomentFormats[] = {"f32", "bf16", "bf16_random", "e4m3", 
 template <class Group, class F> void for_fields(Group &group, F &&f) {
     const RuleInfo &info = info_of(group.algorithm);
     for (const GroupField &field : kGroupFields)
-        if (field.always_saved || (info.fields & field.field)) f(field.name, group.*field.value);
+        if (field.saved_with == 0 || (info.fields & field.saved_with))
+            with_value(field, group, [&](auto &value) { f(field.name, value); });
     for (const GroupInt &field : kGroupInts)
         if (info.fields & field.field) f(field.name, group.*field.value);
-    if (is_onebit(group.algorithm)) {
-        f("trust_beta", group.trust_beta);
-        f("trust_threshold", group.trust_threshold);
-        f("trust_min_change", group.trust_min_change);
-        f("trust_max_change", group.trust_max_change);
-        f("freeze_step", group.freeze_step);
-        f("var_interval_steps", group.var_interval_steps);
-        f("local_interval_steps", group.local_interval_steps);
-        f("max_local_interval", group.max_local_interval);
-    }
 }
 template <class Rules, class F> void for_scaler_fields(Rules &rules, F &&f) {
     f("scaler.factor", rules.factor);
@@ -165,7 +156,7 @@ std::vector<dsopt_group> read_groups(const Optimizer &optimizer, const Fields &f
             throw Error(DSOPT_ERR_MISMATCH, "one of group %zu of the checkpoint and of this optimizer has no %s", i,
                         moment->name);
     }
-    check_saved("groups", [&] { (void)check_family(groups, optimizer.compat()); });
+    check_saved("groups", [&] { (void)check_family(groups); });
     return groups;
 }
 

@@ -19,17 +19,30 @@ bool is_optimizer_key(int32_t key, int32_t group) {
     return true;
 }
 
+[[noreturn]] void refuse_change(const char *name) {
+    throw Error(DSOPT_ERR_UNSUPPORTED, "%s of a group cannot change", name);
+}
+[[noreturn]] void refuse_value(const RuleInfo &info, const char *name) {
+    throw Error(DSOPT_ERR_UNSUPPORTED, "%s has no %s", info.name, name);
+}
+
 dsopt_group changed_group(dsopt_group group, int32_t key, double value) {
     const auto set_flag = [&](int32_t flag, bool on) {
         if (value != 0 && value != 1) throw Error(DSOPT_ERR_ARGUMENT, "key %d takes 0 or 1, not %g", key, value);
         group.flags = on ? group.flags | flag : group.flags & ~flag;
     };
     const RuleInfo &info = info_of(group.algorithm);
-    if (const GroupField *const field = find_field(key))
-        group.*field->value = value;
-    else if (const GroupInt *const whole = find_int(key)) {
-        if (!whole->settable) throw Error(DSOPT_ERR_UNSUPPORTED, "%s of a group cannot change", whole->name);
-        if (!(info.fields & whole->field)) throw Error(DSOPT_ERR_UNSUPPORTED, "%s has no %s", info.name, whole->name);
+    if (const GroupField *const field = find_field(key)) {
+        if (field->whole != nullptr) {
+            if (!has_field(info, *field)) refuse_value(info, field->name);
+            require(value >= 1 && value < INT32_MAX && std::floor(value) == value, field->name, value,
+                    "a whole number in [1, 2^31 - 1)");
+            group.*field->whole = int64_t(value);
+        } else
+            group.*field->value = value;
+    } else if (const GroupInt *const whole = find_int(key)) {
+        if (!whole->settable) refuse_change(whole->name);
+        if (!(info.fields & whole->field)) refuse_value(info, whole->name);
         require(value >= whole->low && value <= whole->high && std::floor(value) == value, whole->name, value,
                 "one of its whole numbers");
         if (key == DSOPT_KEY_NS_SCHEDULE && int32_t(value) != group.ns_schedule)
@@ -39,17 +52,11 @@ dsopt_group changed_group(dsopt_group group, int32_t key, double value) {
     } else if (const GroupFlag *const flag = find_flag(key))
         set_flag(flag->flag, value == 1);
     else if (key == DSOPT_KEY_BIAS_CORRECTION && !(info.fields & kBiasCorrection)) {
-        if (value != 0) throw Error(DSOPT_ERR_UNSUPPORTED, "%s has no bias correction", info.name);
+        if (value != 0) refuse_value(info, "bias correction");
     } else if (key == DSOPT_KEY_BIAS_CORRECTION)
         set_flag(DSOPT_GROUP_NO_BIAS_CORRECTION, value == 0);
-    else if (key == DSOPT_KEY_FREEZE_STEP && is_onebit(group.algorithm)) {
-        require(value >= 1 && value < INT32_MAX && std::floor(value) == value, "freeze_step", value,
-                "a whole number in [1, 2^31 - 1)");
-        group.freeze_step = int64_t(value);
-    } else if (key == DSOPT_KEY_FREEZE_STEP)
-        throw Error(DSOPT_ERR_UNSUPPORTED, "freeze_step has an effect in the 1-bit family only");
     else if (key == DSOPT_KEY_ALGORITHM)
-        throw Error(DSOPT_ERR_UNSUPPORTED, "the algorithm of a group cannot change");
+        refuse_change("the algorithm");
     else
         throw Error(DSOPT_ERR_ARGUMENT, "key %d is no hyper-parameter", key);
     return group;
@@ -124,24 +131,16 @@ double Optimizer::get(int32_t group, int32_t key) const {
     const dsopt_group &g = groups()[index];
     const RuleInfo &info = info_of(g.algorithm);
     if (const GroupFlag *const flag = find_flag(key)) return (g.flags & flag->flag) != 0;
-    switch (key) {
-    case DSOPT_KEY_ALGORITHM: return g.algorithm;
-    case DSOPT_KEY_BIAS_CORRECTION:
+    if (key == DSOPT_KEY_ALGORITHM) return g.algorithm;
+    if (key == DSOPT_KEY_BIAS_CORRECTION)
         return (info.fields & kBiasCorrection) && !(g.flags & DSOPT_GROUP_NO_BIAS_CORRECTION);
-    case DSOPT_KEY_FREEZE_STEP:
-        if (!is_onebit(g.algorithm)) throw Error(DSOPT_ERR_UNSUPPORTED, "group %zu has no freeze_step", index);
-        return double(g.freeze_step);
-    }
-    if (const GroupInt *const whole = find_int(key)) {
-        if (!(info.fields & whole->field))
-            throw Error(DSOPT_ERR_UNSUPPORTED, "group %zu is %s, which has no %s", index, info.name, whole->name);
-        return g.*whole->value;
-    }
     const GroupField *const field = find_field(key);
-    if (field == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "key %d is no hyper-parameter", key);
-    if (field->field != 0 && !(info.fields & field->field))
-        throw Error(DSOPT_ERR_UNSUPPORTED, "group %zu is %s, which has no %s", index, info.name, field->name);
-    return g.*field->value;
+    const GroupInt *const whole = find_int(key);
+    if (field == nullptr && whole == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "key %d is no hyper-parameter", key);
+    if (field != nullptr ? !has_field(info, *field) : !(info.fields & whole->field))
+        throw Error(DSOPT_ERR_UNSUPPORTED, "group %zu is %s, which has no %s", index, info.name,
+                    field != nullptr ? field->name : whole->name);
+    return field != nullptr ? value_of(*field, g) : g.*whole->value;
 }
 
 } // namespace dsopt

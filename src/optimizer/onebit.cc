@@ -19,30 +19,26 @@ TrustRules trust_rules(const dsopt_group &group, bool compat) {
 
 } // namespace
 
-void check_family(const dsopt_group &first, const dsopt_group &other, bool compat) {
-    const ScheduleRules schedule = schedule_rules(other, compat), rules = schedule_rules(first, compat);
-    if (schedule.algorithm != rules.algorithm)
+void check_family(const dsopt_group &first, const dsopt_group &other) {
+    if (first.algorithm != other.algorithm)
         throw Error(DSOPT_ERR_UNSUPPORTED, "an optimizer has one algorithm of the 1-bit family, not two");
-    if (schedule != rules)
-        throw Error(DSOPT_ERR_ARGUMENT,
-                    "freeze_step and the intervals must be the same in all groups of the 1-bit family");
-    if (trust_rules(other, compat) != trust_rules(first, compat))
-        throw Error(DSOPT_ERR_ARGUMENT, "trust_beta, _threshold, _min_change and _max_change must be the same in "
-                                        "all groups of 1-bit LAMB");
+    for (const GroupField &field : kGroupFields)
+        if (field.saved_with == kSchedule && value_of(field, first) != value_of(field, other))
+            throw Error(DSOPT_ERR_ARGUMENT, "%s must be the same in all groups of the 1-bit family", field.name);
 }
 
-const dsopt_group *check_family(const std::vector<dsopt_group> &groups, bool compat) {
+const dsopt_group *check_family(const std::vector<dsopt_group> &groups) {
     const dsopt_group *first = nullptr;
     for (const dsopt_group &group : groups) {
         if (!is_onebit(group.algorithm)) continue;
         if (first == nullptr) first = &group;
-        check_family(*first, group, compat);
+        check_family(*first, group);
     }
     return first;
 }
 
 void OneBitSetup::set_rules(const std::vector<dsopt_group> &groups, bool compat) {
-    const dsopt_group *const first = check_family(groups, compat);
+    const dsopt_group *const first = check_family(groups);
     if (first == nullptr) return;
     rules = schedule_rules(*first, compat);
     trust = trust_rules(*first, compat);

@@ -39,9 +39,9 @@ inline bool is_exchanged(const dsopt_group &group) {
 }
 
 /// Throws if `first` and `other`, both of the family, cannot be in the same optimizer.
-void check_family(const dsopt_group &first, const dsopt_group &other, bool compat);
+void check_family(const dsopt_group &first, const dsopt_group &other);
 /// Checks all groups of the family against the first one. Returns the first one, NULL if there is none.
-const dsopt_group *check_family(const std::vector<dsopt_group> &groups, bool compat);
+const dsopt_group *check_family(const std::vector<dsopt_group> &groups);
 
 /// The 1-bit family in an optimizer. In methods `state` is the optimizer's table, and `list` has all state tensors: the
 /// optimizer's own, or a caller's.

@@ -5,11 +5,13 @@
 // The comparison is one all-reduce of a few integers. Only if these differ, more all-reduces find the tensor. The
 // maxima of x and of ~x show every rank if all ranks have the same x, so all ranks come to the same result.
 #include "optimizer/plan.h"
+#include "rules/group.h"
 #include "rules/rounding.h"
 #include "step/agree.h"
 #include <algorithm>
+#include <array>
 #include <bit>
-#include <cstring>
+#include <cstdio>
 #include <iterator>
 
 namespace dsopt {
@@ -38,17 +40,21 @@ static_assert(sizeof(ComparedWords) == (1 + 4 * ComparedWords::count) * sizeof(i
 constexpr int32_t kFlagsOfOneRank =
     DSOPT_OPTIMIZER_TIMING | DSOPT_OPTIMIZER_REPORT_NORMS | DSOPT_OPTIMIZER_MOMENTUM_BITS;
 
-/// The other options of the whole optimizer that ranks compare.
-struct Options {
-    int32_t compat, nonfinite, masters, skip_budget;
-    double max_norm, max_value;
-    uint64_t seed;
-    int32_t has_scaler;
-    uint32_t scaler_flags;
-    double scaler_factor, scaler_min, scaler_max;
-    int32_t scaler_window, scaler_hysteresis;
+/// A value that ranks compare, or two of 32 bits, and how a message shows it.
+struct Word {
+    const char *name;
+    enum { real, whole, pair } shown;
+    uint64_t bits;
 };
-Options options_of(const Optimizer &optimizer) {
+Word real_word(const char *name, double value) { return {name, Word::real, std::bit_cast<uint64_t>(value)}; }
+Word whole_word(const char *name, uint64_t value) { return {name, Word::whole, value}; }
+Word pair_word(const char *names, int32_t first, int32_t second) {
+    return {names, Word::pair, uint64_t(uint32_t(second)) << 32 | uint32_t(first)};
+}
+
+/// Returns the other options of the whole optimizer that ranks compare.
+constexpr size_t kOptions = 10;
+std::array<Word, kOptions> options_of(const Optimizer &optimizer) {
     const dsopt_optimizer_desc &desc = optimizer.desc();
     const Scaler *const scaler = optimizer.attachments().scaler.get();
     const auto rounds_at_random = [](const dsopt_group &group) {
@@ -57,94 +63,51 @@ Options options_of(const Optimizer &optimizer) {
     const bool uses_seed = (desc.flags & DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING) != 0 ||
                            std::any_of(optimizer.groups().begin(), optimizer.groups().end(), rounds_at_random);
     const ScalerRules rules = scaler ? scaler->rules() : ScalerRules{};
-    return {desc.compat,
-            desc.nonfinite,
-            desc.masters,
-            desc.skip_budget,
-            desc.max_norm,
-            desc.max_value,
-            uses_seed ? desc.seed : 0,
-            scaler != nullptr,
-            rules.flags,
-            rules.factor,
-            rules.min,
-            rules.max,
-            rules.window,
-            rules.hysteresis};
+    return {pair_word("compat, nonfinite", desc.compat, desc.nonfinite),
+            pair_word("masters, skip_budget", desc.masters, desc.skip_budget),
+            real_word("max_norm", desc.max_norm),
+            real_word("max_value", desc.max_value),
+            whole_word("seed", uses_seed ? desc.seed : 0),
+            pair_word("scaler, its flags", scaler != nullptr, int32_t(rules.flags)),
+            real_word("scaler's factor", rules.factor),
+            real_word("scaler's min", rules.min),
+            real_word("scaler's max", rules.max),
+            pair_word("scaler's window, hysteresis", rules.window, rules.hysteresis)};
 }
 
-/// Eight bytes of Options or of dsopt_group, and how a message shows them.
-struct Word {
-    const char *name;
-    enum { real, whole, pair } shown;
-};
-constexpr Word kOptionWords[] = {{"compat, nonfinite", Word::pair},
-                                 {"masters, skip_budget", Word::pair},
-                                 {"max_norm", Word::real},
-                                 {"max_value", Word::real},
-                                 {"seed", Word::whole},
-                                 {"scaler, its flags", Word::pair},
-                                 {"scaler's factor", Word::real},
-                                 {"scaler's min", Word::real},
-                                 {"scaler's max", Word::real},
-                                 {"scaler's window, hysteresis", Word::pair}};
-constexpr Word kGroupWords[] = {{"size", Word::whole},
-                                {"algorithm, flags", Word::pair},
-                                {"lr", Word::real},
-                                {"beta1", Word::real},
-                                {"beta2", Word::real},
-                                {"eps", Word::real},
-                                {"weight_decay", Word::real},
-                                {"max_norm", Word::real},
-                                {"min_trust", Word::real},
-                                {"max_trust", Word::real},
-                                {"freeze_step", Word::whole},
-                                {"var_interval_steps", Word::whole},
-                                {"local_interval_steps", Word::whole},
-                                {"max_local_interval", Word::whole},
-                                {"trust_beta", Word::real},
-                                {"trust_threshold", Word::real},
-                                {"trust_min_change", Word::real},
-                                {"trust_max_change", Word::real},
-                                {"momentum", Word::real},
-                                {"dampening", Word::real},
-                                {"lr_decay", Word::real},
-                                {"initial_accumulator_value", Word::real},
-                                {"exp_avg_format, exp_avg_sq_format", Word::pair},
-                                {"ns_a", Word::real},
-                                {"ns_b", Word::real},
-                                {"ns_c", Word::real},
-                                {"ns_steps, ns_schedule", Word::pair},
-                                {"ns_dtype, adjust", Word::pair}};
-constexpr size_t kOptions = std::size(kOptionWords), kGroupOptions = std::size(kGroupWords);
-static_assert(sizeof(Options) == kOptions * sizeof(uint64_t) && sizeof(dsopt_group) == kGroupOptions * sizeof(uint64_t),
-              "each word has a name");
+/// Returns an option of a group: every field of dsopt_group except its size.
+constexpr size_t kFields = std::size(kGroupFields), kInts = std::size(kGroupInts), kGroupOptions = 2 + kFields + kInts;
+static_assert(sizeof(dsopt_group) ==
+                  sizeof(size_t) + 4 * sizeof(int32_t) + kFields * sizeof(double) + kInts * sizeof(int32_t),
+              "ranks compare every field");
+Word option_of(const dsopt_group &group, size_t i) {
+    if (i == 0) return pair_word("algorithm, flags", group.algorithm, group.flags);
+    if (i == 1) return pair_word("exp_avg_format, exp_avg_sq_format", group.exp_avg_format, group.exp_avg_sq_format);
+    i -= 2;
+    if (i >= kFields) return whole_word(kGroupInts[i - kFields].name, uint64_t(group.*kGroupInts[i - kFields].value));
+    const GroupField &field = kGroupFields[i];
+    if (field.whole != nullptr) return whole_word(field.name, uint64_t(group.*field.whole));
+    return real_word(field.name, group.*field.value);
+}
 
 /// Options of the optimizer, then those of each group.
 class OptionList {
 public:
     explicit OptionList(const Optimizer &optimizer) : options_(options_of(optimizer)), groups_(optimizer.groups()) {}
     size_t count() const { return kOptions + groups_.size() * kGroupOptions; }
-    uint64_t operator[](size_t i) const {
-        const bool of_group = i >= kOptions;
-        const void *const from = of_group ? static_cast<const void *>(&groups_[group_at(i)]) : &options_;
-        uint64_t word;
-        std::memcpy(&word,
-                    static_cast<const char *>(from) + sizeof word * (of_group ? (i - kOptions) % kGroupOptions : i),
-                    sizeof word);
-        return word;
-    }
+    uint64_t operator[](size_t i) const { return word(i).bits; }
     /// Writes "lr of group 1 is 0.001".
     void describe(size_t i, char *text, size_t size) const {
-        const uint64_t word = (*this)[i];
-        const Word &known = i < kOptions ? kOptionWords[i] : kGroupWords[(i - kOptions) % kGroupOptions];
+        const Word known = word(i);
         char group[32] = "", value[48];
         if (i >= kOptions) std::snprintf(group, sizeof group, " of group %zu", group_at(i));
         switch (known.shown) {
-        case Word::real: std::snprintf(value, sizeof value, "is %.17g", std::bit_cast<double>(word)); break;
-        case Word::whole: std::snprintf(value, sizeof value, "is %llu", static_cast<unsigned long long>(word)); break;
+        case Word::real: std::snprintf(value, sizeof value, "is %.17g", std::bit_cast<double>(known.bits)); break;
+        case Word::whole:
+            std::snprintf(value, sizeof value, "is %llu", static_cast<unsigned long long>(known.bits));
+            break;
         case Word::pair:
-            std::snprintf(value, sizeof value, "are %d, %d", int32_t(uint32_t(word)), int32_t(word >> 32));
+            std::snprintf(value, sizeof value, "are %d, %d", int32_t(uint32_t(known.bits)), int32_t(known.bits >> 32));
             break;
         }
         std::snprintf(text, size, "%s%s %s", known.name, group, value);
@@ -152,7 +115,10 @@ public:
 
 private:
     static size_t group_at(size_t i) { return (i - kOptions) / kGroupOptions; }
-    const Options options_;
+    Word word(size_t i) const {
+        return i < kOptions ? options_[i] : option_of(groups_[group_at(i)], (i - kOptions) % kGroupOptions);
+    }
+    const std::array<Word, kOptions> options_;
     const std::vector<dsopt_group> &groups_;
 };
 

@@ -142,7 +142,7 @@ int64_t Registry::find_onebit(size_t first_new, const dsopt_optimizer_desc &desc
     if (family < 0 ? std::any_of(groups.begin(), groups.end(), has_matrices) : has_matrices(groups.back()))
         throw Error(DSOPT_ERR_UNSUPPORTED, "muon and the 1-bit family in one optimizer");
     const int64_t first = family >= 0 ? family : int64_t(groups.size()) - 1;
-    if (joins) check_family(groups[size_t(first)], groups.back(), compat);
+    if (joins) check_family(groups[size_t(first)], groups.back());
     for (size_t i = family >= 0 ? first_new : 0; compat && i < params.size(); ++i)
         if (!is_onebit(groups[size_t(params[i].group)].algorithm))
             throw Error(DSOPT_ERR_UNSUPPORTED, "the original's 1-bit optimizers have one algorithm in all groups");

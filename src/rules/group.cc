@@ -14,56 +14,25 @@ void check_range(const char *name, double value, GroupField::Range range) {
     case GroupField::not_negative:
         return require(std::isfinite(float(value)) && value >= 0, name, value, "finite in fp32 and not negative");
     case GroupField::finite: return require(std::isfinite(float(value)), name, value, "finite in fp32");
+    case GroupField::count: return require(value >= 1 && value < INT32_MAX, name, value, "in [1, 2^31 - 1)");
     }
 }
 
-[[noreturn]] void refuse_field(const char *name, const char *only_in, const RuleInfo &info) {
+[[noreturn]] void refuse_field(const char *name, const RuleInfo &info, const char *only_in = nullptr) {
     throw Error(DSOPT_ERR_UNSUPPORTED, "%s has no effect in %s%s%s", name, info.name,
                 only_in != nullptr ? ": it is for " : "", only_in != nullptr ? only_in : "");
 }
 void check_field(const GroupField &field, double value, const RuleInfo &info) {
-    if (field.field != 0 && !(info.fields & field.field)) {
-        if (value != 0) refuse_field(field.name, field.only_in, info);
-        return;
-    }
-    check_range(field.name, value, field.range);
+    if (has_field(info, field)) return check_range(field.name, value, field.range);
+    if (value != 0) refuse_field(field.name, info, field.only_in);
 }
 void check_int(const GroupInt &field, int32_t value, const RuleInfo &info) {
     if (!(info.fields & field.field)) {
-        if (value != 0) refuse_field(field.name, field.only_in, info);
+        if (value != 0) refuse_field(field.name, info, field.only_in);
         return;
     }
     const std::string name = std::string("dsopt_group.") + field.name;
     require_in(field.low, field.high, name.c_str(), value);
-}
-
-/// Checks the fields that only the 1-bit family has. Fields that the algorithm does not use must be 0.
-void check_onebit_fields(const dsopt_group &g) {
-    const bool onebit = is_onebit(g.algorithm), zero_one = g.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM;
-    const bool lamb = g.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB;
-    const struct {
-        const char *name;
-        int64_t value;
-        bool used;
-    } counts[] = {{"freeze_step", g.freeze_step, onebit},
-                  {"var_interval_steps", g.var_interval_steps, zero_one},
-                  {"local_interval_steps", g.local_interval_steps, zero_one},
-                  {"max_local_interval", g.max_local_interval, zero_one}};
-    for (const auto &count : counts) {
-        if (!count.used && count.value != 0)
-            throw Error(DSOPT_ERR_UNSUPPORTED, "%s has no effect in this algorithm", count.name);
-        if (count.used)
-            require(count.value >= 1 && count.value < INT32_MAX, count.name, double(count.value), "in [1, 2^31 - 1)");
-    }
-    if (!lamb && (g.trust_beta != 0 || g.trust_threshold != 0 || g.trust_min_change != 0 || g.trust_max_change != 0))
-        throw Error(DSOPT_ERR_UNSUPPORTED,
-                    "trust_beta, _threshold, _min_change and _max_change have an effect in 1-bit LAMB only");
-    if (!lamb) return;
-    check_range("trust_beta", g.trust_beta, GroupField::below_one);
-    check_range("trust_threshold", g.trust_threshold, GroupField::below_one);
-    check_range("trust_max_change", g.trust_max_change, GroupField::not_negative);
-    require(g.trust_min_change >= 0 && g.trust_min_change <= g.trust_max_change, "trust_min_change", g.trust_min_change,
-            "in [0, trust_max_change]");
 }
 
 constexpr const char *kFormatNames[] = {"F32", "BF16", "BF16_RANDOM", "E4M3", "Q8"}; // of enum dsopt_moment
@@ -124,14 +93,12 @@ void check_group(const dsopt_group &group, bool compat) {
     for (const GroupFlag &flag : kGroupFlags) unknown &= ~flag.flag;
     if (unknown != 0) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_group.flags has unknown bits: 0x%x", group.flags);
     for (const GroupFlag &flag : kGroupFlags)
-        if (group.flags & flag.flag & ~info.flags)
-            throw Error(DSOPT_ERR_UNSUPPORTED, "%s has no effect in %s", flag.name, info.name);
+        if (group.flags & flag.flag & ~info.flags) refuse_field(flag.name, info);
     if (compat && !info.compat)
         throw Error(DSOPT_ERR_UNSUPPORTED, "the original has no %s: it needs standard mode", info.name);
-    for (const GroupField &field : kGroupFields) check_field(field, group.*field.value, info);
+    for (const GroupField &field : kGroupFields) check_field(field, value_of(field, group), info);
     for (const GroupInt &field : kGroupInts) check_int(field, group.*field.value, info);
     if (info.check != nullptr) info.check(group, compat);
-    check_onebit_fields(group);
     check_formats(group, info, compat);
 }
 
@@ -165,7 +132,7 @@ bool has_trust(const dsopt_group &group) { return (info_of(group.algorithm).fiel
 
 const GroupField *find_field(int32_t key) {
     for (const GroupField &field : kGroupFields)
-        if (field.key == key) return &field;
+        if (field.key != 0 && field.key == key) return &field;
     return nullptr;
 }
 const GroupInt *find_int(int32_t key) {

@@ -25,6 +25,10 @@ inline bool has_formats(const dsopt_group &group) {
 const MomentInfo *first_difference(const MomentList &a, const MomentList &b);
 bool has_trust(const dsopt_group &group);
 
+/// True if rules of this algorithm have the hyper-parameter.
+inline bool has_field(const RuleInfo &info, const GroupField &field) {
+    return field.field == 0 || (info.fields & field.field) != 0;
+}
 /// Returns NULL if no numeric hyper-parameter has this key.
 const GroupField *find_field(int32_t key);
 /// Returns NULL if no integer has this key.

@@ -12,7 +12,7 @@ inline bool is_onebit(int32_t algorithm) {
            algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB;
 }
 
-inline constexpr uint32_t kOneBitFields = kBeta1 | kBeta2 | kEps;
+inline constexpr uint32_t kOneBitFields = kBeta1 | kBeta2 | kEps | kSchedule;
 
 inline void onebit_adam_defaults(dsopt_group &group) {
     adam_defaults(group);
@@ -34,7 +34,7 @@ inline void zero_one_adam_defaults(dsopt_group &group) {
 }
 inline constexpr RuleInfo kZeroOneAdam{.algorithm = DSOPT_ALGORITHM_ZERO_ONE_ADAM,
                                        .name = "zero_one_adam",
-                                       .fields = kOneBitFields,
+                                       .fields = kOneBitFields | kIntervals,
                                        .flags = DSOPT_GROUP_NO_BIAS_CORRECTION,
                                        .compat = true,
                                        .defaults = zero_one_adam_defaults,
@@ -48,13 +48,18 @@ inline void onebit_lamb_defaults(dsopt_group &group) {
     group.trust_min_change = 0.5;
     group.trust_max_change = 4;
 }
+inline void check_onebit_lamb(const dsopt_group &group, bool compat) {
+    check_lamb(group, compat);
+    require(group.trust_min_change <= group.trust_max_change, "trust_min_change", group.trust_min_change,
+            "in [0, trust_max_change]");
+}
 inline constexpr RuleInfo kOneBitLamb{.algorithm = DSOPT_ALGORITHM_ONEBIT_LAMB,
                                       .name = "onebit_lamb",
-                                      .fields = kOneBitFields | kTrust,
+                                      .fields = kOneBitFields | kTrust | kTrustMean,
                                       .flags = DSOPT_GROUP_NO_BIAS_CORRECTION,
                                       .compat = true,
                                       .defaults = onebit_lamb_defaults,
-                                      .check = check_lamb,
+                                      .check = check_onebit_lamb,
                                       .formula = always<Rule::lamb>};
 
 } // namespace dsopt

@@ -78,6 +78,10 @@ enum Field : uint32_t {
     kStepSize = 256,  // 1 / c1 is in the learning rate
     kDampening = 512, // of the momentum
     kMatrix = 1024,   // the numbers of Newton-Schulz iterations
+    // The 1-bit family
+    kSchedule = 2048,  // freeze_step
+    kIntervals = 4096, // of the variance and between synchronisations
+    kTrustMean = 8192, // and the factor that corrects the frozen trust ratio
 };
 
 /// Hyper-parameters of a group as a step reads them.
@@ -93,45 +97,74 @@ static_assert(offsetof(Hyper, reserved) + 4 == sizeof(Hyper) && offsetof(Hyper, 
 
 /// One hyper-parameter of dsopt_group.
 struct GroupField {
-    enum Range : uint8_t { not_negative, below_one, finite };
-    const char *name; // in messages and checkpoints
-    double dsopt_group::*value;
-    double Hyper::*hyper; // nullptr: steps do not read it
-    int32_t hyper_index;  // index in rows of dsopt_step.hyper, DSOPT_HYPER_...; -1: not in rows
-    int32_t key;          // DSOPT_KEY_...
-    uint32_t field;       // the Field that a rule must have, 0: every rule has it
+    enum Range : uint8_t { not_negative, below_one, finite, count };
+    const char *name;           // in messages and checkpoints
+    double dsopt_group::*value; // nullptr: `whole` has it
+    double Hyper::*hyper;       // nullptr: steps do not read it
+    int32_t hyper_index;        // index in rows of dsopt_step.hyper, DSOPT_HYPER_...; -1: not in rows
+    int32_t key;                // DSOPT_KEY_..., 0: it cannot change
+    uint32_t field;             // the Field that a rule must have, 0: every rule has it
     Range range;
     const char *only_in; // the only algorithm with this hyper-parameter, for messages; NULL: several have it
-    bool always_saved;   // saved even if the rule does not have it
+    uint32_t saved_with; // the Field of the rules that save it, 0: all rules save it
+    int64_t dsopt_group::*whole = nullptr;
 };
 inline constexpr GroupField kGroupFields[] = {
-    {"lr", &dsopt_group::lr, &Hyper::lr, DSOPT_HYPER_LR, DSOPT_KEY_LR, 0, GroupField::not_negative, nullptr, true},
+    {"lr", &dsopt_group::lr, &Hyper::lr, DSOPT_HYPER_LR, DSOPT_KEY_LR, 0, GroupField::not_negative, nullptr, 0},
     {"beta1", &dsopt_group::beta1, &Hyper::beta1, DSOPT_HYPER_BETA1, DSOPT_KEY_BETA1, kBeta1, GroupField::below_one,
-     nullptr, true},
+     nullptr, 0},
     {"beta2", &dsopt_group::beta2, &Hyper::beta2, DSOPT_HYPER_BETA2, DSOPT_KEY_BETA2, kBeta2, GroupField::below_one,
-     nullptr, true},
-    {"eps", &dsopt_group::eps, &Hyper::eps, DSOPT_HYPER_EPS, DSOPT_KEY_EPS, kEps, GroupField::not_negative, nullptr,
-     true},
+     nullptr, 0},
+    {"eps", &dsopt_group::eps, &Hyper::eps, DSOPT_HYPER_EPS, DSOPT_KEY_EPS, kEps, GroupField::not_negative, nullptr, 0},
     {"weight_decay", &dsopt_group::weight_decay, &Hyper::weight_decay, DSOPT_HYPER_WEIGHT_DECAY, DSOPT_KEY_WEIGHT_DECAY,
-     0, GroupField::not_negative, nullptr, true},
+     0, GroupField::not_negative, nullptr, 0},
     {"max_norm", &dsopt_group::max_norm, &Hyper::max_norm, DSOPT_HYPER_GROUP_MAX_NORM, DSOPT_KEY_GROUP_MAX_NORM, 0,
-     GroupField::not_negative, nullptr, true},
+     GroupField::not_negative, nullptr, 0},
     {"min_trust", &dsopt_group::min_trust, &Hyper::min_trust, -1, DSOPT_KEY_MIN_TRUST, kTrust, GroupField::not_negative,
-     "LAMB", true},
+     "LAMB", 0},
     {"max_trust", &dsopt_group::max_trust, &Hyper::max_trust, -1, DSOPT_KEY_MAX_TRUST, kTrust, GroupField::not_negative,
-     "LAMB", true},
+     "LAMB", 0},
     {"momentum", &dsopt_group::momentum, &Hyper::momentum, DSOPT_HYPER_MOMENTUM, DSOPT_KEY_MOMENTUM, kMomentum,
-     GroupField::not_negative, "SGD and Muon", false},
+     GroupField::not_negative, "SGD and Muon", kMomentum},
     {"dampening", &dsopt_group::dampening, &Hyper::dampening, -1, DSOPT_KEY_DAMPENING, kDampening,
-     GroupField::not_negative, "SGD", false},
+     GroupField::not_negative, "SGD", kDampening},
     {"lr_decay", &dsopt_group::lr_decay, &Hyper::lr_decay, -1, DSOPT_KEY_LR_DECAY, kLrDecay, GroupField::not_negative,
-     "Adagrad", false},
+     "Adagrad", kLrDecay},
     {"initial_accumulator_value", &dsopt_group::initial_accumulator_value, nullptr, -1,
-     DSOPT_KEY_INITIAL_ACCUMULATOR_VALUE, kLrDecay, GroupField::not_negative, "Adagrad", false},
-    {"ns_a", &dsopt_group::ns_a, nullptr, -1, DSOPT_KEY_NS_A, kMatrix, GroupField::finite, "Muon", false},
-    {"ns_b", &dsopt_group::ns_b, nullptr, -1, DSOPT_KEY_NS_B, kMatrix, GroupField::finite, "Muon", false},
-    {"ns_c", &dsopt_group::ns_c, nullptr, -1, DSOPT_KEY_NS_C, kMatrix, GroupField::finite, "Muon", false},
+     DSOPT_KEY_INITIAL_ACCUMULATOR_VALUE, kLrDecay, GroupField::not_negative, "Adagrad", kLrDecay},
+    {"ns_a", &dsopt_group::ns_a, nullptr, -1, DSOPT_KEY_NS_A, kMatrix, GroupField::finite, "Muon", kMatrix},
+    {"ns_b", &dsopt_group::ns_b, nullptr, -1, DSOPT_KEY_NS_B, kMatrix, GroupField::finite, "Muon", kMatrix},
+    {"ns_c", &dsopt_group::ns_c, nullptr, -1, DSOPT_KEY_NS_C, kMatrix, GroupField::finite, "Muon", kMatrix},
+    {"trust_beta", &dsopt_group::trust_beta, nullptr, -1, 0, kTrustMean, GroupField::below_one, "1-bit LAMB",
+     kSchedule},
+    {"trust_threshold", &dsopt_group::trust_threshold, nullptr, -1, 0, kTrustMean, GroupField::below_one, "1-bit LAMB",
+     kSchedule},
+    {"trust_min_change", &dsopt_group::trust_min_change, nullptr, -1, 0, kTrustMean, GroupField::not_negative,
+     "1-bit LAMB", kSchedule},
+    {"trust_max_change", &dsopt_group::trust_max_change, nullptr, -1, 0, kTrustMean, GroupField::not_negative,
+     "1-bit LAMB", kSchedule},
+    {"freeze_step", nullptr, nullptr, -1, DSOPT_KEY_FREEZE_STEP, kSchedule, GroupField::count, "the 1-bit family",
+     kSchedule, &dsopt_group::freeze_step},
+    {"var_interval_steps", nullptr, nullptr, -1, 0, kIntervals, GroupField::count, "0/1 Adam", kSchedule,
+     &dsopt_group::var_interval_steps},
+    {"local_interval_steps", nullptr, nullptr, -1, 0, kIntervals, GroupField::count, "0/1 Adam", kSchedule,
+     &dsopt_group::local_interval_steps},
+    {"max_local_interval", nullptr, nullptr, -1, 0, kIntervals, GroupField::count, "0/1 Adam", kSchedule,
+     &dsopt_group::max_local_interval},
 };
+
+/// Calls call(value) with the field of a group, a double or an int64_t.
+template <class Group, class Call> void with_value(const GroupField &field, Group &group, const Call &call) {
+    if (field.whole != nullptr)
+        call(group.*field.whole);
+    else
+        call(group.*field.value);
+}
+inline double value_of(const GroupField &field, const dsopt_group &group) {
+    double value = 0;
+    with_value(field, group, [&](auto stored) { value = double(stored); });
+    return value;
+}
 
 /// One integer hyper-parameter of dsopt_group, which steps read from their plan.
 struct GroupInt {

@@ -22,12 +22,12 @@ EDITS = {
     "rule.h": [
         ("    muon_nesterov\n};", "    muon_nesterov,\n    ademamix,\n    ademamix_trust\n};"),
         ("constexpr int kMoments = 2;", "constexpr int kMoments = 3;"),
-        ("    kStepSize = 256,", "    kBeta3 = 2048,\n    kStepSize = 256,"),
+        ("    kStepSize = 256,", "    kBeta3 = 65536,\n    kStepSize = 256,"),
         ("dampening, lr_decay;\n", "dampening, lr_decay,\n        beta3;\n"),
         ("inline constexpr GroupField kGroupFields[] = {\n",
          "inline constexpr GroupField kGroupFields[] = {\n"
          "    {\"beta3\", &dsopt_group::beta3, &Hyper::beta3, DSOPT_HYPER_BETA3, DSOPT_KEY_BETA3, kBeta3,\n"
-         "     GroupField::below_one, \"AdEMAMix\", false},\n"),
+         "     GroupField::below_one, \"AdEMAMix\", kBeta3},\n"),
     ],
     "scalars.h": [
         ("    float eps, wd;\n", "    float eps, wd;\n    float beta3, a3;\n"),

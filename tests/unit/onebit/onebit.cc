@@ -780,7 +780,7 @@ TEST(OneBitGroup, RefusesOtherAlgorithmsAndSchedules) {
                                                 &dsopt_group::max_local_interval}) {
                 dsopt_group group = group_for(algorithm, 5);
                 ++(group.*field);
-                EXPECT_TRUE(refused(add(group), DSOPT_ERR_ARGUMENT, "intervals"));
+                EXPECT_TRUE(refused(add(group), DSOPT_ERR_ARGUMENT, "interval|must be the same in all groups"));
             }
         EXPECT_OK(add(group_for(algorithm, 5)));
     }
