@@ -11,6 +11,8 @@ using namespace dsopt;
 
 namespace inside_participation_tests {
 
+using dsopt::Param; // several files are compiled as one, and others use namespace test
+
 struct Case {
     std::vector<dsopt_group> groups;
     std::vector<dsopt::Param> params;
