@@ -151,7 +151,7 @@ std::vector<dsopt_group> read_groups(const Optimizer &optimizer, const Fields &f
         groups[i].flags = flags;
         groups[i].ns_dtype = optimizer.groups()[i].ns_dtype; // it determines the size of the workspace
         sizes.push_back(fields.number<int64_t>(prefix + "params"));
-        check_saved("group " + std::to_string(i), [&] { check_group(groups[i], optimizer.compat()); });
+        check_saved("group " + std::to_string(i), [&] { check_group(groups[i], facts_of(optimizer.desc())); });
         if (const MomentInfo *const moment = first_difference(moments_of(groups[i]), moments_of(optimizer.groups()[i])))
             throw Error(DSOPT_ERR_MISMATCH, "one of group %zu of the checkpoint and of this optimizer has no %s", i,
                         moment->name);

@@ -2,6 +2,7 @@
 #include "device/context.h"
 #include "base/fork.h"
 #include "base/status.h"
+#include "rules/options.h"
 #include <algorithm>
 #include <cstdarg>
 #include <cstdio>
@@ -48,8 +49,9 @@ Context::Context(const dsopt_context_desc &desc) :
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_context_desc.flags has unknown bits: 0x%x", desc.flags);
     if (desc.reserved != 0)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_context_desc.reserved is %u, must be 0", desc.reserved);
-    if (desc.flags != 0 && desc.backend == DSOPT_BACKEND_CPU)
-        throw Error(DSOPT_ERR_UNSUPPORTED, "DSOPT_CONTEXT_CHECK_POINTERS has no effect on the CPU");
+    check_options<At::context>(Facts()
+                                   .add(facts::check_pointers, desc.flags & DSOPT_CONTEXT_CHECK_POINTERS)
+                                   .add(facts::cpu, desc.backend == DSOPT_BACKEND_CPU));
     watch_forks();
     generation_ = fork_generation();
     device_ = make_device(desc);

@@ -5,6 +5,7 @@
 #include "exchange/exchange.h"
 #include "base/sizes.h"
 #include "rules/onebit.h"
+#include "rules/options.h"
 #include <algorithm>
 
 namespace dsopt {
@@ -12,8 +13,7 @@ namespace dsopt {
 const Comm *check_node(const Comm *data, const Comm *node, int32_t compat) {
     if (node == nullptr) return nullptr;
     if (node == data) throw Error(DSOPT_ERR_ARGUMENT, "one comm is given for the ranks of a node and for the nodes");
-    if (compat != DSOPT_COMPAT_NONE)
-        throw Error(DSOPT_ERR_UNSUPPORTED, "the original has no exchange in two levels: no node comm in compat mode");
+    check_options<At::optimizer>(Facts{facts::node}.add(facts::compat, compat != DSOPT_COMPAT_NONE));
     if (data_ranks(data, node) > kMaxDataRanks)
         throw Error(DSOPT_ERR_UNSUPPORTED, "%lld data-parallel ranks: more than 2^24", ll(data_ranks(data, node)));
     return node->ranks() > 1 ? node : nullptr;

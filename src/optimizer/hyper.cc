@@ -106,7 +106,7 @@ void Optimizer::set(int32_t group, int32_t key, double value) {
     for (size_t i = first; i < last; ++i) {
         if (!takes(groups()[i])) continue;
         const dsopt_group changed = changed_group(groups()[i], key, value);
-        check_group(changed, compat());
+        check_group(changed, facts_of(desc_));
         if (const MomentInfo *const moment = first_difference(moments_of(groups()[i]), moments_of(changed)))
             throw Error(DSOPT_ERR_UNSUPPORTED,
                         "key %d of group %zu cannot become %g: state tensor %s is there with one of the values only",

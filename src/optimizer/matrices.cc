@@ -46,20 +46,7 @@ std::string to_text(const MatrixShape &shape) { return std::to_string(shape.rows
 MatrixShape matrix_shape_of(const dsopt_param &given, const Param &param, const dsopt_group &rules) {
     const char *const name = param.name.c_str();
     const bool is_set = given.rows != 0 || given.cols != 0;
-    if (!is_matrix_rule(rules.algorithm)) {
-        if (is_set || (given.flags & DSOPT_PARAM_ROWS_ARE_INPUTS))
-            throw Error(DSOPT_ERR_UNSUPPORTED, "%s of parameter '%s' has no effect in %s: it is for Muon",
-                        is_set ? "rows and cols" : "DSOPT_PARAM_ROWS_ARE_INPUTS", name, info_of(rules.algorithm).name);
-        return {};
-    }
-    if (given.flags & DSOPT_PARAM_MODEL_PARALLEL)
-        throw Error(DSOPT_ERR_UNSUPPORTED,
-                    "parameter '%s' is MODEL_PARALLEL: muon would need the whole matrix. Without the flag its shard is "
-                    "orthogonalised on its own",
-                    name);
-    if (given.offset != 0)
-        throw Error(DSOPT_ERR_UNSUPPORTED, "parameter '%s' has offset %lld: muon needs whole matrices", name,
-                    ll(given.offset));
+    if (!is_matrix_rule(rules.algorithm)) return {};
     if (!is_set && given.ndim != 2)
         throw Error(DSOPT_ERR_ARGUMENT,
                     "parameter '%s' has %d dims and no rows and cols: muon needs 2 dims, or rows and cols", name,

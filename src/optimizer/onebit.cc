@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "optimizer/onebit.h"
 #include "device/context.h"
+#include "rules/group.h"
 #include <algorithm>
 #include <cstring>
 
@@ -20,8 +21,7 @@ TrustRules trust_rules(const dsopt_group &group, bool compat) {
 } // namespace
 
 void check_family(const dsopt_group &first, const dsopt_group &other) {
-    if (first.algorithm != other.algorithm)
-        throw Error(DSOPT_ERR_UNSUPPORTED, "an optimizer has one algorithm of the 1-bit family, not two");
+    check_options<At::groups>(algorithm_fact(first.algorithm) | algorithm_fact(other.algorithm));
     for (const GroupField &field : kGroupFields)
         if (field.saved_with == kSchedule && value_of(field, first) != value_of(field, other))
             throw Error(DSOPT_ERR_ARGUMENT, "%s must be the same in all groups of the 1-bit family", field.name);
@@ -80,25 +80,12 @@ OneBitSetup::OneBitSetup(const std::vector<dsopt_group> &groups, const std::vect
 
 void OneBit::add_param_state(const Param &param, int64_t index, const dsopt_group &group,
                              const dsopt_optimizer_desc &desc, StateTable &state) {
-    const bool masked = param.flags & DSOPT_PARAM_MASKED;
-    const char *const name = param.name.c_str();
-    if (!is_onebit(group.algorithm)) {
-        if (masked)
-            throw Error(DSOPT_ERR_UNSUPPORTED, "parameter '%s' is masked: only the 1-bit family uses masks", name);
-        return;
-    }
-    if (param.dtype != DSOPT_DTYPE_F32 && !param.has_master)
-        throw Error(DSOPT_ERR_UNSUPPORTED, "parameter '%s': the 1-bit family needs F32 weights or masters", name);
+    if (!is_onebit(group.algorithm)) return;
     if (group.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM)
         state.add(desc.compat == DSOPT_COMPAT_NONE ? StateKind::anchor : StateKind::momentum_accumulator, index,
                   param.numel);
     if (group.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB) state.add(StateKind::exp_avg_sq_fresh, index, param.numel);
-    if (masked) state.add(StateKind::mask, index, param.numel);
-    if (!(desc.flags & DSOPT_OPTIMIZER_MOMENTUM_BITS)) return;
-    if (masked)
-        throw Error(DSOPT_ERR_UNSUPPORTED, "parameter '%s' has a mask, which MOMENTUM_BITS does not support", name);
-    if (group.algorithm != DSOPT_ALGORITHM_ONEBIT_ADAM)
-        throw Error(DSOPT_ERR_UNSUPPORTED, "DSOPT_OPTIMIZER_MOMENTUM_BITS is for 1-bit Adam");
+    if (param.flags & DSOPT_PARAM_MASKED) state.add(StateKind::mask, index, param.numel);
 }
 
 void OneBit::add_state(int64_t groups, int64_t params, StateTable &state) const {

@@ -26,37 +26,14 @@ Optimizer::Optimizer(std::shared_ptr<const Context> context, const dsopt_optimiz
                               DSOPT_OPTIMIZER_SPLIT_MATRICES;
     if (desc.flags & ~known)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_desc.flags has unknown bits: 0x%x", desc.flags);
-    if ((desc.flags & DSOPT_OPTIMIZER_MOMENTUM_BITS) && compat())
-        throw Error(DSOPT_ERR_UNSUPPORTED, "DSOPT_OPTIMIZER_MOMENTUM_BITS is for standard mode");
     require_in(DSOPT_NONFINITE_AUTO, DSOPT_NONFINITE_APPLY, "dsopt_optimizer_desc.nonfinite", desc.nonfinite);
     require_in(DSOPT_MASTERS_PER_TENSOR, DSOPT_MASTERS_REMAINDER, "dsopt_optimizer_desc.masters", desc.masters);
     check_max_norm(desc.max_norm, "dsopt_optimizer_desc.max_norm");
     check_max_value(desc.max_value, "dsopt_optimizer_desc.max_value");
     require(desc.skip_budget >= 0, "dsopt_optimizer_desc.skip_budget", desc.skip_budget, "not negative");
-    const bool no_master = desc.flags & DSOPT_OPTIMIZER_NO_MASTER,
-               random = desc.flags & DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING;
-    if (random && !no_master)
-        throw Error(DSOPT_ERR_UNSUPPORTED, "STOCHASTIC_ROUNDING has no effect with masters: it needs NO_MASTER");
-    if (random && compat()) throw Error(DSOPT_ERR_UNSUPPORTED, "the original has no stochastic rounding");
-    if ((desc.flags & DSOPT_OPTIMIZER_CHECK_RANKS) && !attachments_.data && !attachments_.node)
-        throw Error(DSOPT_ERR_UNSUPPORTED, "CHECK_RANKS has no effect without dsopt_optimizer_desc.data");
-    if ((desc.flags & DSOPT_OPTIMIZER_AVERAGES) && !attachments_.data && !attachments_.node)
-        throw Error(DSOPT_ERR_UNSUPPORTED, "AVERAGES has no effect without dsopt_optimizer_desc.data");
-    if (desc.flags & DSOPT_OPTIMIZER_SPLIT_MATRICES) {
-        if (!attachments_.data && !attachments_.node)
-            throw Error(DSOPT_ERR_UNSUPPORTED, "SPLIT_MATRICES has no effect without dsopt_optimizer_desc.data");
-        if (is_sharded(desc))
-            throw Error(DSOPT_ERR_UNSUPPORTED,
-                        "SPLIT_MATRICES has no effect with SHARD: a rank has the matrices of its own tensors");
-    }
-    if (no_master && desc.masters != DSOPT_MASTERS_PER_TENSOR)
-        throw Error(DSOPT_ERR_UNSUPPORTED, "dsopt_optimizer_desc.masters has no effect with NO_MASTER");
-    if (compat() && desc.masters == DSOPT_MASTERS_REMAINDER)
-        throw Error(DSOPT_ERR_UNSUPPORTED, "DSOPT_MASTERS_REMAINDER is for standard mode");
-    if (compat() && attachments_.scaler && attachments_.scaler->rules().hysteresis > 1)
-        throw Error(DSOPT_ERR_UNSUPPORTED,
-                    "the original's wrappers ignore hysteresis: a scaler with one needs standard mode");
-    check_shard(desc, attachments_.data != nullptr, attachments_.node != nullptr);
+    Facts all = facts_of(desc);
+    all.add(facts::hysteresis, attachments_.scaler && attachments_.scaler->rules().hysteresis > 1);
+    check_options<At::optimizer>(all);
     if (check_node(attachments_.data.get(), attachments_.node.get(), desc.compat) == nullptr) attachments_.node.reset();
     if (attachments_.scaler) attachments_.scaler_token = attachments_.scaler->attach();
     // Steps of all optimizers of a scaler update its scale, so these optimizers share their pending work.
@@ -76,11 +53,7 @@ void check_groups(const Optimizer &optimizer) {
 }
 
 void Optimizer::add_group(const dsopt_group &group, const dsopt_param *params, int64_t count) {
-    check_group(group, compat());
-    if (has_formats(group) && desc_.masters == DSOPT_MASTERS_FLAT)
-        throw Error(DSOPT_ERR_UNSUPPORTED, "%s with DSOPT_MASTERS_FLAT: moments are F32 there",
-                    group.exp_avg_format != DSOPT_MOMENT_F32 ? "exp_avg_format" : "exp_avg_sq_format");
-    check_shard_algorithm(desc_, group.algorithm);
+    check_group(group, facts_of(desc_));
     if (is_matrix_rule(group.algorithm)) context_->device().kernels().check_matrices();
     grow(&group, params, count);
 }
@@ -194,8 +167,7 @@ void Optimizer::adopt(LoadedMetadata loaded, ReservedState reserved, FunctionRef
 }
 
 void Optimizer::accumulate(const dsopt_tensor *grads, int64_t count, void *stream) {
-    if (!(desc_.flags & DSOPT_OPTIMIZER_ACCUMULATE))
-        throw Error(DSOPT_ERR_UNSUPPORTED, "the optimizer was made without DSOPT_OPTIMIZER_ACCUMULATE");
+    check_options<At::step>(facts_of(desc_) | Facts{facts::accumulated});
     check_length(grads, count, params().size(), "the list of gradients");
     for (size_t i = 0; i < params().size(); ++i)
         if (grads[i].data != nullptr) check_same_numel(grads[i], params()[i], "gradient of");

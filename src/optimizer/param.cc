@@ -36,13 +36,10 @@ std::vector<int64_t> param_dims(const dsopt_param &param, const char *name) {
     return dims;
 }
 
-/// Sets the formats of the moments, and checks what they need.
+/// Sets the formats of the moments.
 void set_formats(const dsopt_param &given, const dsopt_group &rules, Param &param) {
     const char *const name = param.name.c_str();
     const bool f32 = given.flags & DSOPT_PARAM_F32_MOMENTS;
-    if (f32 && !has_formats(rules))
-        throw Error(DSOPT_ERR_UNSUPPORTED,
-                    "DSOPT_PARAM_F32_MOMENTS of parameter '%s' has no effect: the moments of its group are F32", name);
     const MomentList &moments = moments_of(rules);
     bool scales = false;
     for (int k = 0; k < kMoments; ++k) {
@@ -63,6 +60,20 @@ bool formats_use_offset(const Param &param) {
     return false;
 }
 
+Facts param_facts(const dsopt_param &given, const Param &param) {
+    const auto flag = [&](int32_t bit) { return (given.flags & bit) != 0; };
+    return Facts()
+        .add(facts::masked, flag(DSOPT_PARAM_MASKED))
+        .add(facts::f32_moments, flag(DSOPT_PARAM_F32_MOMENTS))
+        .add(facts::offset, given.offset != 0)
+        .add(facts::offset_is_used, given.offset >= 0 && formats_use_offset(param)) // no call uses one below 0
+        .add(facts::f16, param.dtype == DSOPT_DTYPE_F16)
+        .add(facts::no_f32_weight, param.dtype != DSOPT_DTYPE_F32 && !param.has_master)
+        .add(facts::rows_cols, given.rows != 0 || given.cols != 0)
+        .add(facts::rows_are_inputs, flag(DSOPT_PARAM_ROWS_ARE_INPUTS))
+        .add(facts::model_parallel, flag(DSOPT_PARAM_MODEL_PARALLEL));
+}
+
 } // namespace
 
 Param make_param(const dsopt_param &given, int64_t index, int32_t group, const dsopt_group &rules,
@@ -79,17 +90,16 @@ Param make_param(const dsopt_param &given, int64_t index, int32_t group, const d
         throw Error(DSOPT_ERR_ARGUMENT, "parameter '%s' has expert comm %d of %d", name, given.expert,
                     desc.expert_count);
     param.numel = given.tensor.numel;
+    param.dtype = given.tensor.dtype;
+    param.has_master = param.dtype != DSOPT_DTYPE_F32 && !(desc.flags & DSOPT_OPTIMIZER_NO_MASTER);
+    param.has_remainder = param.has_master && desc.masters == DSOPT_MASTERS_REMAINDER;
     set_formats(given, rules, param);
-    const bool random = desc.flags & DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING;
-    if (given.offset < 0 || (given.offset != 0 && !random && !formats_use_offset(param)))
-        throw Error(DSOPT_ERR_UNSUPPORTED,
-                    "parameter '%s' has offset %lld: only rounding at random and formats with scales use it", name,
-                    ll(given.offset));
+    Facts all = facts_of(desc) | facts_of(rules) | param_facts(given, param);
+    all.add(facts::offset_is_used, given.offset >= 0 && all.has(facts::stochastic_rounding));
+    check_options<At::param>(all, {.name = name, .algorithm = info_of(rules.algorithm).name, .number = given.offset});
     if (given.offset > INT64_MAX - given.tensor.numel)
         throw Error(DSOPT_ERR_SHAPE, "parameter '%s' has offset %lld and %lld elements: its tensor has 2^63 at most",
                     name, ll(given.offset), ll(given.tensor.numel));
-    if (random && given.tensor.dtype == DSOPT_DTYPE_F16)
-        throw Error(DSOPT_ERR_UNSUPPORTED, "parameter '%s' is F16: stochastic rounding is for BF16", name);
     param.random_key = desc.seed;
     for (const char c : param.name) param.random_key = mix64(param.random_key ^ uint8_t(c)) + 1;
     param.begin = given.offset;
@@ -97,14 +107,9 @@ Param make_param(const dsopt_param &given, int64_t index, int32_t group, const d
     param.dims = param_dims(given, name);
     param.matrix = matrix_shape_of(given, param, rules);
     param.data = given.tensor.data;
-    param.dtype = given.tensor.dtype;
     param.group = group;
     param.flags = given.flags;
     param.expert = given.expert;
-    param.has_master = param.dtype != DSOPT_DTYPE_F32 && !(desc.flags & DSOPT_OPTIMIZER_NO_MASTER);
-    param.has_remainder = param.has_master && desc.masters == DSOPT_MASTERS_REMAINDER;
-    if (param.has_remainder && param.dtype != DSOPT_DTYPE_BF16)
-        throw Error(DSOPT_ERR_UNSUPPORTED, "parameter '%s' is F16: remainders are for BF16", name);
     return param;
 }
 

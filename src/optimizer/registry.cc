@@ -63,10 +63,8 @@ void Registry::add_params(const dsopt_param *given, int64_t count, bool named_gr
                         param.name.c_str());
         if (!used.empty()) {
             if (used[size_t(group)] && params.back().group != group)
-                throw Error(DSOPT_ERR_UNSUPPORTED,
-                            "parameter '%s' goes to group %d, whose others do not stand before it: in compat mode the "
-                            "parameters of a group follow one another",
-                            param.name.c_str(), group);
+                check_options<At::param>(facts_of(desc) | Facts{facts::apart},
+                                         {.name = param.name.c_str(), .number = group});
             used[size_t(group)] = true;
         }
         param.first_leaf = index == 0 ? 0 : params.back().leaves().end();
@@ -127,25 +125,19 @@ void Registry::add_optimizer_state(const OneBit *onebit, const Scaler *scaler) {
 /// Returns the index of the first group of the 1-bit family, or -1. Throws if the last group, the new parameters or an
 /// option cannot be combined with the family.
 int64_t Registry::find_onebit(size_t first_new, const dsopt_optimizer_desc &desc) const {
-    const bool joins = is_onebit(groups.back().algorithm), compat = desc.compat != DSOPT_COMPAT_NONE;
-    if (family < 0 && !joins) {
-        if (desc.flags & DSOPT_OPTIMIZER_MOMENTUM_BITS)
-            throw Error(DSOPT_ERR_UNSUPPORTED,
-                        "DSOPT_OPTIMIZER_MOMENTUM_BITS is for the 1-bit family, whose first group comes first");
-        return -1;
-    }
-    if (desc.flags & DSOPT_OPTIMIZER_REPORT_NORMS)
-        throw Error(DSOPT_ERR_UNSUPPORTED, "REPORT_NORMS is not available for the 1-bit family");
-    if (desc.masters == DSOPT_MASTERS_REMAINDER)
-        throw Error(DSOPT_ERR_UNSUPPORTED, "DSOPT_MASTERS_REMAINDER is not available for the 1-bit family");
-    const auto has_matrices = [](const dsopt_group &group) { return is_matrix_rule(group.algorithm); };
-    if (family < 0 ? std::any_of(groups.begin(), groups.end(), has_matrices) : has_matrices(groups.back()))
-        throw Error(DSOPT_ERR_UNSUPPORTED, "muon and the 1-bit family in one optimizer");
-    const int64_t first = family >= 0 ? family : int64_t(groups.size()) - 1;
-    if (joins) check_family(groups[size_t(first)], groups.back());
-    for (size_t i = family >= 0 ? first_new : 0; compat && i < params.size(); ++i)
-        if (!is_onebit(groups[size_t(params[i].group)].algorithm))
-            throw Error(DSOPT_ERR_UNSUPPORTED, "the original's 1-bit optimizers have one algorithm in all groups");
+    const bool joins = is_onebit(groups.back().algorithm);
+    const int64_t first = family < 0 && joins ? int64_t(groups.size()) - 1 : family;
+    Facts all = facts_of(desc) | algorithm_fact(groups.back().algorithm);
+    // Earlier groups were checked against the family if it has a group: adding groups takes time that is linear.
+    if (family >= 0)
+        all = all | algorithm_fact(groups[size_t(family)].algorithm);
+    else if (joins)
+        for (const dsopt_group &group : groups) all = all | algorithm_fact(group.algorithm);
+    // Only compat mode refuses them. Earlier parameters were checked if there was a group of the family.
+    for (size_t i = family >= 0 ? first_new : 0; first >= 0 && all.has(facts::compat) && i < params.size(); ++i)
+        all.add(facts::other_algorithm, !is_onebit(groups[size_t(params[i].group)].algorithm));
+    check_options<At::groups>(all);
+    if (first >= 0 && joins) check_family(groups[size_t(first)], groups.back());
     return first;
 }
 

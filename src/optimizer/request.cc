@@ -2,6 +2,7 @@
 // Checks of a call's arguments, before anything is enqueued.
 #include "base/struct_io.h"
 #include "optimizer/plan.h"
+#include "rules/options.h"
 #include <algorithm>
 
 namespace dsopt {
@@ -12,6 +13,36 @@ uint32_t flags_of(const dsopt_step &step) {
     if (flags & DSOPT_STEP_ACCUMULATED) flags |= DSOPT_STEP_ZERO_GRADS;
     return flags;
 }
+
+namespace {
+
+Facts step_facts(const Optimizer &optimizer, const dsopt_step &step, bool functional) {
+    const uint32_t flags = flags_of(step);
+    const bool is_empty = step.count == 0; // an empty list needs no memory
+    const auto has_matrices = [](const dsopt_group &group) { return is_matrix_rule(group.algorithm); };
+    Facts all;
+    all.add(facts::split_matrices, optimizer.desc().flags & DSOPT_OPTIMIZER_SPLIT_MATRICES)
+        .add(facts::functional, functional)
+        .add(facts::accumulated, flags & DSOPT_STEP_ACCUMULATED)
+        .add(facts::out, step.out != nullptr || (is_empty && (flags & DSOPT_STEP_OUT_ONLY)))
+        .add(facts::out_only, flags & DSOPT_STEP_OUT_ONLY)
+        .add(facts::no_nan, flags & DSOPT_STEP_NO_NAN)
+        .add(facts::lr, step.lr != nullptr)
+        .add(facts::parallel_user, step.parallel_user != nullptr);
+    constexpr Facts options = options_of(At::step);
+    if (!all.has_any(options)) return all; // most steps: what follows is what options need or exclude
+    all.add(facts::grads, step.grads != nullptr)
+        .add(facts::params, step.params != nullptr || is_empty)
+        .add(facts::delta, flags & DSOPT_STEP_DELTA)
+        .add(facts::report, step.report != nullptr)
+        .add(facts::hyper, step.hyper != nullptr)
+        .add(facts::parallel_for, step.parallel_for != nullptr);
+    if (all.has(facts::split_matrices))
+        all.add(facts::muon, std::any_of(optimizer.groups().begin(), optimizer.groups().end(), has_matrices));
+    return all | facts_of(optimizer.desc());
+}
+
+} // namespace
 
 void check_step(const Optimizer &optimizer, const dsopt_step &step, bool functional) {
     check_groups(optimizer);
@@ -25,34 +56,13 @@ void check_step(const Optimizer &optimizer, const dsopt_step &step, bool functio
         throw Error(DSOPT_ERR_SHAPE, "dsopt_step.count is %lld, registered are %zu parameters", ll(step.count),
                     params.size());
     if (step.count > 0 && !accumulated) not_null(step.grads, "dsopt_step.grads");
-    if (accumulated && step.grads != nullptr)
-        throw Error(DSOPT_ERR_ARGUMENT,
-                    "dsopt_step.grads with DSOPT_STEP_ACCUMULATED: the gradients are in the accumulators");
-    if (accumulated && !(optimizer.desc().flags & DSOPT_OPTIMIZER_ACCUMULATE))
-        throw Error(DSOPT_ERR_UNSUPPORTED, "the optimizer was made without DSOPT_OPTIMIZER_ACCUMULATE");
-    if (accumulated && functional)
-        throw Error(DSOPT_ERR_UNSUPPORTED, "dsopt_optimizer_apply is stateless: pass the accumulators as gradients");
-    if (functional && step.count > 0 && step.params == nullptr)
-        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_apply needs dsopt_step.params");
-    if (step.parallel_for == nullptr && step.parallel_user != nullptr)
-        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_step.parallel_user without parallel_for");
-    if (step.lr != nullptr && step.hyper != nullptr)
-        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_step.lr and hyper: the rows of hyper have the learning rate");
-    if ((step.flags & DSOPT_STEP_NO_NAN) && step.report == nullptr)
-        throw Error(DSOPT_ERR_UNSUPPORTED, "DSOPT_STEP_NO_NAN has no effect without dsopt_step.report");
+    const Facts all = step_facts(optimizer, step, functional);
+    check_options<At::step>(all);
     const void *const scalars[] = {step.lr, step.hyper, step.grad_scale, step.skip, step.grad_norms, step.report};
     for (const void *scalar : scalars) check_aligned(scalar, 4, "a scalar of dsopt_step");
 
-    const auto has_matrices = [](const dsopt_group &group) { return is_matrix_rule(group.algorithm); };
-    if ((optimizer.desc().flags & DSOPT_OPTIMIZER_SPLIT_MATRICES) &&
-        std::none_of(optimizer.groups().begin(), optimizer.groups().end(), has_matrices))
-        throw Error(DSOPT_ERR_UNSUPPORTED, "SPLIT_MATRICES has no effect without a group of muon");
     const bool wrapped = optimizer.wrapper() != Wrapper::none;
     const uint32_t flags = flags_of(step);
-    if ((flags & DSOPT_STEP_OUT_ONLY) && step.count > 0 && step.out == nullptr)
-        throw Error(DSOPT_ERR_ARGUMENT, "DSOPT_STEP_OUT_ONLY and _DELTA need dsopt_step.out");
-    if (is_sharded(optimizer.desc()) && (step.out != nullptr || (flags & DSOPT_STEP_OUT_ONLY)))
-        throw Error(DSOPT_ERR_UNSUPPORTED, "dsopt_step.out: with SHARD a rank computes new weights of its part only");
     for (size_t i = 0; i < params.size(); ++i) {
         const Param &param = params[i];
         const char *name = param.name.c_str();
@@ -74,19 +84,17 @@ void check_step(const Optimizer &optimizer, const dsopt_step &step, bool functio
             check_same_numel(step.out[i], param, "output of");
         else if ((flags & DSOPT_STEP_OUT_ONLY) && param.numel != 0)
             throw Error(DSOPT_ERR_ARGUMENT, "output of '%s' has no memory: OUT_ONLY and DELTA need every one", name);
-        if ((flags & DSOPT_STEP_DELTA) && param.has_master)
-            throw Error(DSOPT_ERR_UNSUPPORTED,
-                        "DSOPT_STEP_DELTA with a master: adding the change to the rounded '%s' "
-                        "would not give the new weight",
-                        name);
+        if (flags & DSOPT_STEP_OUT_ONLY) {
+            const bool is_local = optimizer.groups()[size_t(param.group)].algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM;
+            Facts of_param = all;
+            of_param.add(facts::has_master, param.has_master)
+                .add(facts::adds_local_steps, is_local && !param.has_master);
+            check_options<At::output>(of_param, {.name = name});
+        }
         if ((flags & DSOPT_STEP_OUT_ONLY) && wanted && param.has_remainder && step.out[i].dtype != DSOPT_DTYPE_BF16)
             throw Error(DSOPT_ERR_DTYPE,
                         "output of '%s' has dtype %s, must be BF16: it is the upper half of the new master", name,
                         dtype_name(step.out[i].dtype));
-        if ((flags & DSOPT_STEP_OUT_ONLY) && !param.has_master &&
-            optimizer.groups()[size_t(param.group)].algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM)
-            throw Error(DSOPT_ERR_UNSUPPORTED,
-                        "OUT_ONLY and DELTA with 0/1 Adam: its local steps add up in '%s', which has no master", name);
         if (data == nullptr && param.numel != 0 && (is_used || wanted))
             throw Error(DSOPT_ERR_STATE, "parameter '%s' has no memory: register, bind or pass it", name);
     }

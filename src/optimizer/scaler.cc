@@ -2,6 +2,7 @@
 #include "optimizer/scaler.h"
 #include "base/struct_io.h"
 #include "base/tensor_list.h"
+#include "rules/options.h"
 #include <cmath>
 
 namespace dsopt {
@@ -21,20 +22,18 @@ ScalerRules make_rules(const dsopt_scaler_desc &desc, double &init) {
     if (desc.flags & ~known)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_scaler_desc.flags has unknown bits: 0x%x", desc.flags);
     const bool fixed = desc.flags & DSOPT_SCALER_STATIC;
-    const bool wrapper = desc.profile == DSOPT_PROFILE_FUSED || desc.profile == DSOPT_PROFILE_UNFUSED;
-    if (fixed && (desc.factor != 0 || desc.min != 0 || desc.max != 0 || desc.window != 0 || desc.hysteresis != 0 ||
-                  (desc.flags & ~(DSOPT_SCALER_STATIC | DSOPT_SCALER_SHARED))))
-        throw Error(DSOPT_ERR_UNSUPPORTED, "a static scaler has nothing but init: the other options have no effect");
-    if (wrapper && (desc.hysteresis > 1 || (desc.flags & (DSOPT_SCALER_REFILL | DSOPT_SCALER_FAIL_AT_MIN))))
-        throw Error(DSOPT_ERR_UNSUPPORTED,
-                    "the original's wrappers ignore hysteresis and never fail at the minimum: use "
-                    "DSOPT_PROFILE_DEFAULT for a scaler that has them");
-    if ((desc.flags & DSOPT_SCALER_KEEP_AT_MIN) && desc.profile != DSOPT_PROFILE_DYNAMIC)
-        throw Error(DSOPT_ERR_UNSUPPORTED, "DSOPT_SCALER_KEEP_AT_MIN has an effect with the DYNAMIC profile only");
-    if ((desc.flags & DSOPT_SCALER_KEEP_AT_MIN) && (desc.flags & DSOPT_SCALER_FAIL_AT_MIN))
-        throw Error(DSOPT_ERR_ARGUMENT, "DSOPT_SCALER_KEEP_AT_MIN and DSOPT_SCALER_FAIL_AT_MIN contradict each other");
-    if ((desc.flags & DSOPT_SCALER_REFILL) && desc.hysteresis <= 1)
-        throw Error(DSOPT_ERR_UNSUPPORTED, "DSOPT_SCALER_REFILL has no effect without hysteresis above 1");
+    const auto flag = [&](uint32_t bit) { return (desc.flags & bit) != 0; };
+    check_options<At::scaler>(
+        Facts()
+            .add(facts::static_scaler, fixed)
+            .add(facts::scaler_rules, desc.factor != 0 || desc.min != 0 || desc.max != 0 || desc.window != 0 ||
+                                          desc.hysteresis != 0 || flag(~(DSOPT_SCALER_STATIC | DSOPT_SCALER_SHARED)))
+            .add(facts::wrapper_profile, desc.profile == DSOPT_PROFILE_FUSED || desc.profile == DSOPT_PROFILE_UNFUSED)
+            .add(facts::dynamic_profile, desc.profile == DSOPT_PROFILE_DYNAMIC)
+            .add(facts::hysteresis, desc.hysteresis > 1)
+            .add(facts::refill, flag(DSOPT_SCALER_REFILL))
+            .add(facts::fail_at_min, flag(DSOPT_SCALER_FAIL_AT_MIN))
+            .add(facts::keep_at_min, flag(DSOPT_SCALER_KEEP_AT_MIN)));
 
     const Profile &profile = kProfiles[desc.profile];
     ScalerRules rules;

@@ -75,30 +75,6 @@ Sharding effective_sharding(const dsopt_optimizer_desc &desc, const DataRank &lo
     return sharding_of(desc);
 }
 
-void check_shard(const dsopt_optimizer_desc &desc, bool has_data, bool has_node) {
-    if (!is_sharded(desc)) return;
-    const bool in_node = desc.flags & DSOPT_OPTIMIZER_SHARD_NODE;
-    if (in_node && (desc.flags & DSOPT_OPTIMIZER_SHARD))
-        throw Error(DSOPT_ERR_UNSUPPORTED, "SHARD and SHARD_NODE exclude one another");
-    if (desc.compat != DSOPT_COMPAT_NONE)
-        throw Error(DSOPT_ERR_UNSUPPORTED,
-                    "the original's optimizers keep all state on every rank: SHARD is for standard mode");
-    if (in_node && !has_node)
-        throw Error(DSOPT_ERR_UNSUPPORTED, "SHARD_NODE has no effect without dsopt_optimizer_desc.node");
-    if (!has_data && !has_node)
-        throw Error(DSOPT_ERR_UNSUPPORTED, "SHARD has no effect without dsopt_optimizer_desc.data");
-    if (desc.expert_count != 0)
-        throw Error(DSOPT_ERR_UNSUPPORTED,
-                    "experts do not go with SHARD: give them an optimizer of their own, on one SHARED scaler");
-}
-
-void check_shard_algorithm(const dsopt_optimizer_desc &desc, int32_t algorithm) {
-    if (!is_sharded(desc) || !is_onebit(algorithm)) return;
-    if (algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM) throw Error(DSOPT_ERR_UNSUPPORTED, "0/1 Adam is not sharded");
-    if (desc.flags & DSOPT_OPTIMIZER_SHARD)
-        throw Error(DSOPT_ERR_UNSUPPORTED, "the 1-bit family is sharded in its node: DSOPT_OPTIMIZER_SHARD_NODE");
-}
-
 RankParts::RankParts(const std::vector<Param> &params, const std::vector<Participation> &participation,
                      const dsopt_optimizer_desc &desc, const DataRank &local, bool on_host) :
     local_(local),

@@ -22,10 +22,6 @@ constexpr bool is_sharded(const dsopt_optimizer_desc &desc) { return sharding_of
 std::vector<int> partition_by_cost(const std::vector<double> &costs, int count);
 /// Returns the vector of a list of parameters, none of which is whole on one rank.
 ListVector vector_of(const std::vector<Param> &params);
-/// Throws UNSUPPORTED for options that cannot be combined with sharded state. `has_data`, `has_node`: there are comms.
-void check_shard(const dsopt_optimizer_desc &desc, bool has_data, bool has_node);
-/// Throws UNSUPPORTED for an algorithm that cannot be sharded in this way.
-void check_shard_algorithm(const dsopt_optimizer_desc &desc, int32_t algorithm);
 
 /// This rank's parts of the parameters, and the rows in which ranks exchange parts. They follow from the list and the
 /// ranks. A part is one interval of the list's vector. Without sharded state every part is the whole parameter, and the

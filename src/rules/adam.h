@@ -81,12 +81,6 @@ inline void adamw_defaults(dsopt_group &group) {
     adam_defaults(group);
     group.weight_decay = 0.01;
 }
-inline void check_adam(const dsopt_group &group, bool compat) {
-    if (!(group.flags & DSOPT_GROUP_EPS_UNCORRECTED)) return;
-    if (group.flags & DSOPT_GROUP_NO_BIAS_CORRECTION)
-        throw Error(DSOPT_ERR_UNSUPPORTED, "eps_uncorrected has no effect without bias correction");
-    if (compat) throw Error(DSOPT_ERR_UNSUPPORTED, "the original has no eps_uncorrected");
-}
 template <Rule Standard, Rule Compat> Rule by_mode(const dsopt_group &, bool compat) {
     return compat ? Compat : Standard;
 }
@@ -99,7 +93,6 @@ constexpr RuleInfo adam_record(int32_t algorithm, const char *name, void (*defau
             .compat = true,
             .counts_per_group = true,
             .defaults = defaults,
-            .check = check_adam,
             .formula = formula};
 }
 inline constexpr RuleInfo kAdam =

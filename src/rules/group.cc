@@ -85,20 +85,45 @@ dsopt_group default_group(int32_t algorithm) {
     return group;
 }
 
-void check_group(const dsopt_group &group, bool compat) {
+Facts facts_of(const dsopt_group &group) {
+    const auto flag = [&](int32_t bit) { return (group.flags & bit) != 0; };
+    const bool is_muon = is_matrix_rule(group.algorithm);
+    return algorithm_fact(group.algorithm)
+        .add(facts::standard_only, !info_of(group.algorithm).compat)
+        .add(facts::exp_avg_format, group.exp_avg_format != DSOPT_MOMENT_F32)
+        .add(facts::exp_avg_sq_format, group.exp_avg_sq_format != DSOPT_MOMENT_F32)
+        .add(facts::no_bias_correction, flag(DSOPT_GROUP_NO_BIAS_CORRECTION))
+        .add(facts::eps_uncorrected, flag(DSOPT_GROUP_EPS_UNCORRECTED))
+        .add(facts::nesterov, flag(DSOPT_GROUP_NESTEROV))
+        .add(facts::momentum, group.momentum != 0)
+        .add(facts::dampening, group.dampening != 0)
+        .add(facts::ns_preset, group.ns_schedule != DSOPT_NS_CONSTANT)
+        .add(facts::ns_triple, group.ns_a != 0 || group.ns_b != 0 || group.ns_c != 0)
+        .add(facts::corrected_muon, is_muon && !flag(DSOPT_GROUP_NO_BIAS_CORRECTION));
+}
+
+Facts algorithm_fact(int32_t algorithm) {
+    return Facts()
+        .add(facts::onebit_adam, algorithm == DSOPT_ALGORITHM_ONEBIT_ADAM)
+        .add(facts::zero_one_adam, algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM)
+        .add(facts::onebit_lamb, algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB)
+        .add(facts::muon, is_matrix_rule(algorithm));
+}
+
+void check_group(const dsopt_group &group, const Facts &optimizer) {
     require_in(DSOPT_MOMENT_F32, DSOPT_MOMENT_Q8, "dsopt_group.exp_avg_format", group.exp_avg_format);
     require_in(DSOPT_MOMENT_F32, DSOPT_MOMENT_Q8, "dsopt_group.exp_avg_sq_format", group.exp_avg_sq_format);
     const RuleInfo &info = info_of(group.algorithm);
+    const bool compat = optimizer.has(facts::compat);
     int32_t unknown = group.flags;
     for (const GroupFlag &flag : kGroupFlags) unknown &= ~flag.flag;
     if (unknown != 0) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_group.flags has unknown bits: 0x%x", group.flags);
     for (const GroupFlag &flag : kGroupFlags)
         if (group.flags & flag.flag & ~info.flags) refuse_field(flag.name, info);
-    if (compat && !info.compat)
-        throw Error(DSOPT_ERR_UNSUPPORTED, "the original has no %s: it needs standard mode", info.name);
     for (const GroupField &field : kGroupFields) check_field(field, value_of(field, group), info);
     for (const GroupInt &field : kGroupInts) check_int(field, group.*field.value, info);
     if (info.check != nullptr) info.check(group, compat);
+    check_options<At::group>(facts_of(group) | optimizer, {.algorithm = info.name});
     check_formats(group, info, compat);
 }
 

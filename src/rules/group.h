@@ -2,6 +2,7 @@
 // Functions of groups that use the records of algorithms: defaults, checks, hyper-parameters by key.
 #pragma once
 #include "rules/formats.h"
+#include "rules/options.h"
 #include "rules/rule.h"
 
 namespace dsopt {
@@ -10,7 +11,11 @@ namespace dsopt {
 const RuleInfo &info_of(int32_t algorithm);
 /// Returns every field as dsopt_group_init sets it, except `size`.
 dsopt_group default_group(int32_t algorithm);
-void check_group(const dsopt_group &group, bool compat);
+/// Throws if the group is invalid, or does not go with the facts of its optimizer.
+void check_group(const dsopt_group &group, const Facts &optimizer);
+/// Returns the facts of a group, for options.h; algorithm_fact() those of its algorithm alone.
+Facts facts_of(const dsopt_group &group);
+Facts algorithm_fact(int32_t algorithm);
 
 /// Returns the formula of a group; moments_of() returns its moments, which are the same in both modes.
 Rule formula_of(const dsopt_group &group, bool compat);

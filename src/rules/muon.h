@@ -125,14 +125,6 @@ inline void check_muon(const dsopt_group &group, bool) {
         throw Error(DSOPT_ERR_ARGUMENT, "momentum is %g, must be in (0, 1) in muon", group.momentum);
     if (!matrix_hypers_are_valid(group.momentum, group.eps))
         throw Error(DSOPT_ERR_ARGUMENT, "eps is %g, must be in [2^-100, 1] in muon", group.eps);
-    const bool has_triple = group.ns_a != 0 || group.ns_b != 0 || group.ns_c != 0;
-    if (group.ns_schedule != DSOPT_NS_CONSTANT && has_triple)
-        throw Error(DSOPT_ERR_UNSUPPORTED, "ns_a, ns_b and ns_c have no effect with a preset of ns_schedule");
-    constexpr int32_t both = DSOPT_GROUP_NESTEROV | DSOPT_GROUP_NO_BIAS_CORRECTION;
-    if (!(group.flags & both))
-        throw Error(DSOPT_ERR_UNSUPPORTED,
-                    "bias correction has no effect without nesterov: a factor of the momentum does not change its "
-                    "orthogonalised matrix");
     if (group.exp_avg_format == DSOPT_MOMENT_E4M3 || group.exp_avg_format == DSOPT_MOMENT_Q8)
         throw Error(DSOPT_ERR_UNSUPPORTED, "exp_avg_format is %s: the momentum of muon is F32, BF16 or BF16_RANDOM",
                     group.exp_avg_format == DSOPT_MOMENT_Q8 ? "Q8" : "E4M3");

@@ -33,10 +33,7 @@ template <bool Nesterov> struct SgdMomentum {
 inline void check_sgd(const dsopt_group &group, bool) {
     const bool nesterov = group.flags & DSOPT_GROUP_NESTEROV;
     if (group.dampening > 1) throw Error(DSOPT_ERR_ARGUMENT, "dampening is %g, must be in [0, 1]", group.dampening);
-    if (group.momentum == 0 && group.dampening != 0)
-        throw Error(DSOPT_ERR_UNSUPPORTED, "dampening has no effect without momentum");
-    if (nesterov && group.momentum == 0) throw Error(DSOPT_ERR_UNSUPPORTED, "nesterov has no effect without momentum");
-    if (nesterov && group.dampening != 0)
+    if (nesterov && group.momentum != 0 && group.dampening != 0)
         throw Error(DSOPT_ERR_ARGUMENT, "dampening is %g, must be 0 with nesterov", group.dampening);
 }
 inline Rule sgd_formula(const dsopt_group &group, bool) {
