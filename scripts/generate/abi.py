@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """Writes include/dsopt.json and include/dsopt_dl.h: what include/dsopt.h declares, for programs that cannot read C.
+dsopt.json also has the options that the library refuses (options.py).
 
 usage: abi.py [--check]      --check: writes nothing, and fails if a file is not what would be written
 
@@ -12,6 +13,8 @@ import os
 import re
 import sys
 import textwrap
+
+import options
 
 FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "include")
 SIZES = {"char": 1, "int": 4, "int32_t": 4, "float": 4, "int64_t": 8, "uint64_t": 8, "size_t": 8, "double": 8}
@@ -202,7 +205,7 @@ def describe(header):
     version = ".".join(str(found.constants["DSOPT_VERSION_" + part]) for part in ("MAJOR", "MINOR", "PATCH"))
     return {"version": version, "abi_version": found.constants["DSOPT_ABI_VERSION"], "functions": found.functions,
             "structs": found.structs, "enums": found.enums, "constants": found.constants, "typedefs": found.typedefs,
-            "callbacks": found.callbacks, "opaque": found.opaque}
+            "callbacks": found.callbacks, "opaque": found.opaque, "options": options.description()}
 
 
 def json_text(abi):
