@@ -27,27 +27,23 @@ _FLAGS = {
     "non_freeze": abi.DSOPT_GROUP_NON_FREEZE,
     "nesterov": abi.DSOPT_GROUP_NESTEROV,
 }
-_KEYS = {
-    number: name[len("DSOPT_KEY_") :].lower()
-    for name, number in abi.description["constants"].items()
-    if name.startswith("DSOPT_KEY_")
-}
-FORMATS = {
-    name[len("DSOPT_MOMENT_") :].lower(): number
-    for name, number in abi.description["constants"].items()
-    if name.startswith("DSOPT_MOMENT_") and number >= 0
-}
+
+
+def _words(prefix: str) -> Dict[str, int]:
+    """Returns the constants of an enum by the rest of their names."""
+    constants = abi.description["constants"].items()
+    return {name[len(prefix) :].lower(): number for name, number in constants if name.startswith(prefix)}
+
+
+_KEYS = {number: name for name, number in _words("DSOPT_KEY_").items()}
+FORMATS = _words("DSOPT_MOMENT_")
 ADJUST = {
     "original": abi.DSOPT_ADJUST_ORIGINAL,
     "match_rms_adamw": abi.DSOPT_ADJUST_MATCH_RMS_ADAMW,
     "spectral_unclamped": abi.DSOPT_ADJUST_SPECTRAL,
     "none": abi.DSOPT_ADJUST_NONE,
 }
-NS_SCHEDULE = {
-    "constant": abi.DSOPT_NS_CONSTANT,
-    "polar_express": abi.DSOPT_NS_POLAR_EXPRESS,
-    "you": abi.DSOPT_NS_YOU,
-}
+NS_SCHEDULE = _words("DSOPT_NS_")
 NS_DTYPE = {
     "bfloat16": abi.DSOPT_DTYPE_BF16,
     "float16": abi.DSOPT_DTYPE_F16,

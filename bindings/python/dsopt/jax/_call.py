@@ -34,40 +34,15 @@ OPTIONS = {"rank": 1, "lr": 2, "hyper": 4, "grad_scale": 8, "skip": 16, "after":
 OUT, HYPER_IS_ERROR, ZEROS, NORMS = 32, 64, 256, 1024
 _SCALARS = ("rank", "grad_scale", "skip")
 
-# Fields of dsopt_group in the order of the attribute lists
-_FORMATS = ("exp_avg_format", "exp_avg_sq_format")
-_GROUP_NUMBERS = (
-    "freeze_step",
-    "var_interval_steps",
-    "local_interval_steps",
-    "max_local_interval",
-    *_FORMATS,
-    "ns_steps",
-    "ns_schedule",
-    "ns_dtype",
-    "adjust",
+# Fields of dsopt_group in the order of the attribute lists, which is that of the struct
+FORMAT_FIELDS = ("exp_avg_format", "exp_avg_sq_format")
+_FIELDS = next(struct["fields"] for struct in abi.description["structs"] if struct["name"] == "dsopt_group")
+GROUP_NUMBERS = tuple(
+    field["name"]
+    for field in _FIELDS
+    if field["type"] in ("int32_t", "int64_t") and field["name"] not in ("algorithm", "flags")
 )
-GROUP_REALS = (
-    "lr",
-    "beta1",
-    "beta2",
-    "eps",
-    "weight_decay",
-    "max_norm",
-    "min_trust",
-    "max_trust",
-    "trust_beta",
-    "trust_threshold",
-    "trust_min_change",
-    "trust_max_change",
-    "momentum",
-    "dampening",
-    "lr_decay",
-    "initial_accumulator_value",
-    "ns_a",
-    "ns_b",
-    "ns_c",
-)
+GROUP_REALS = tuple(field["name"] for field in _FIELDS if field["type"] == "double")
 _SCALER_NUMBERS = ("profile", "flags", "window", "hysteresis")
 _SCALER_REALS = ("init", "factor", "min", "max")
 
@@ -130,7 +105,7 @@ def group(algorithm: int, flags: Optional[int] = None, **fields) -> tuple:
     for name, value in fields.items():
         setattr(made, name, value)
     return (
-        (algorithm, made.flags if flags is None else flags) + tuple(getattr(made, name) for name in _GROUP_NUMBERS),
+        (algorithm, made.flags if flags is None else flags) + tuple(getattr(made, name) for name in GROUP_NUMBERS),
         tuple(float(getattr(made, name)) for name in GROUP_REALS),
     )
 
@@ -211,7 +186,7 @@ class Recipe:
         """Returns the formats of the moments of parameter i, other than F32."""
         param = self.params[i]
         numbers = self.groups[param.group][0][2:]
-        formats = {number for name, number in zip(_GROUP_NUMBERS, numbers) if name in _FORMATS}
+        formats = {number for name, number in zip(GROUP_NUMBERS, numbers) if name in FORMAT_FIELDS}
         return set() if param.f32_moments else formats
 
     @functools.cached_property
@@ -331,7 +306,7 @@ def _layout_on(recipe: Recipe, backend: int) -> Layout:
             made = abi.dsopt_group(
                 algorithm=numbers[0],
                 flags=numbers[1],
-                **dict(zip(_GROUP_NUMBERS, numbers[2:])),
+                **dict(zip(GROUP_NUMBERS, numbers[2:])),
                 **dict(zip(GROUP_REALS, reals)),
             )
             abi.check(lib.dsopt_optimizer_add_group(optimizer, ctypes.byref(made), None, 0))

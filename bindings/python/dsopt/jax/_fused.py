@@ -14,23 +14,6 @@ from .._handle import choice
 from . import _call, _comms, _remainders, _step
 from ._tree import Tree
 
-_GROUP_OPTIONS = {
-    "min_trust",
-    "max_trust",
-    "freeze_step",
-    "var_interval_steps",
-    "local_interval_steps",
-    "max_local_interval",
-    "trust_beta",
-    "trust_threshold",
-    "trust_min_change",
-    "trust_max_change",
-    "momentum",
-    "dampening",
-    "lr_decay",
-    "initial_accumulator_value",
-    "ns_steps",
-}
 # Bits of dsopt_group.flags, and the value of the option that sets them.
 _GROUP_FLAGS = {
     "eps_inside_sqrt": (abi.DSOPT_GROUP_EPS_INSIDE_SQRT, True),
@@ -39,6 +22,12 @@ _GROUP_FLAGS = {
     "nesterov": (abi.DSOPT_GROUP_NESTEROV, True),
 }
 _GROUP_WORDS = {"ns_schedule": NS_SCHEDULE, "ns_dtype": NS_DTYPE, "adjust": ADJUST}
+# Fields of dsopt_group that are options under their own names. The others have an argument or a word.
+_GROUP_OPTIONS = (
+    {*_call.GROUP_NUMBERS, *_call.GROUP_REALS}
+    - {"lr", "beta1", "beta2", "eps", "weight_decay", "max_norm", "ns_a", "ns_b", "ns_c"}
+    - {*_call.FORMAT_FIELDS, *_GROUP_WORDS}
+)
 _OPTIONS = _GROUP_OPTIONS | set(_GROUP_FLAGS) | set(_GROUP_WORDS) | {"ns_coefficients"}
 _NONFINITE = {None: abi.DSOPT_NONFINITE_AUTO, "skip": abi.DSOPT_NONFINITE_SKIP, "apply": abi.DSOPT_NONFINITE_APPLY}
 
