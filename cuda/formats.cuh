@@ -7,18 +7,20 @@
 
 namespace dsopt::gpu {
 
-/// The tables of both 8-bit maps, in shared memory: threads of a warp read different entries at once.
-struct Maps {
-    DynamicMap with_sign, without_sign;
-    __device__ __forceinline__ const DynamicMap &of(Q8) const { return with_sign; }
-    __device__ __forceinline__ const DynamicMap &of(Q8Squares) const { return without_sign; }
-    __device__ __forceinline__ static E4M3::Map of(E4M3) { return {}; }
-    /// Called by one thread.
-    __device__ __forceinline__ void fill() {
-        with_sign = signed_map();
-        without_sign = unsigned_map();
-    }
+/// A base class, so that a codec without a table needs no memory.
+template <class Codec> struct MapOf : Codec::Map {
+    __device__ __forceinline__ typename Codec::Map &map() { return *this; }
 };
+/// The tables of all codecs, in shared memory: threads of a warp read different entries at once.
+template <class List> struct MapsOf;
+template <class... Codec> struct MapsOf<CodecList<Codec...>> : MapOf<Codec>... {
+    template <class One> __device__ __forceinline__ const typename One::Map &of(One) const {
+        return static_cast<const MapOf<One> &>(*this);
+    }
+    /// Called by one thread.
+    __device__ __forceinline__ void fill() { ((MapOf<Codec>::map() = Codec::map()), ...); }
+};
+using Maps = MapsOf<Codecs>;
 
 constexpr int kPerThread = int(kBlock) / 32;
 /// A thread's elements of a block.
@@ -83,19 +85,7 @@ __device__ __forceinline__ uint32_t largest_in_warp(uint32_t value) {
     return value;
 }
 
-/// Calls body(codec) with the codec of a format that has scales.
-template <class Body> __device__ __forceinline__ void visit_codec(Format format, const Body &body) {
-    switch (format) {
-    case Format::e4m3: body(E4M3{}); return;
-    case Format::q8: body(Q8{}); return;
-    case Format::q8_squares: body(Q8Squares{}); return;
-    default: break;
-    }
-    __builtin_unreachable();
-}
-__device__ __forceinline__ Slot plain_slot(const Moment &moment) {
-    return {moment.data, moment.format == Format::bf16_random ? Dtype::bf16 : Dtype(moment.format)};
-}
+__device__ __forceinline__ Slot plain_slot(const Moment &moment) { return {moment.data, plain_dtype(moment.format)}; }
 
 // ------------------------------------------------------------------------------------------------------ plain arrays
 /// Loads in the format of memory: in groups of four, two 16-bit elements per word, the later words unused. Nothing uses
@@ -176,8 +166,7 @@ __device__ __forceinline__ Eight fetch_moment(const Moment &moment, const Block 
 /// Converts what fetch_moment() loaded. `scale`: of the block.
 __device__ __forceinline__ Eight decode_moment(const Eight &x, const Block &block, Format format, float scale,
                                                const Maps &maps) {
-    if (!has_scales(format))
-        return convert_to_f32(x, block, format == Format::bf16_random ? Dtype::bf16 : Dtype(format));
+    if (!has_scales(format)) return convert_to_f32(x, block, plain_dtype(format));
     Eight y;
     visit_codec(format, [&](auto codec) INLINED {
         unrolled<kPerThread>([&](int k) INLINED {

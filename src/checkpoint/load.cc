@@ -74,15 +74,13 @@ std::optional<Transfer> conversion_of(const Optimizer &optimizer, const RankFile
     if (entry.moment == nullptr || is_scale(entry.kind)) return {};
     TensorEntry wanted = tensor_of(optimizer, entry);
     const int32_t saved = files.dtype(wanted.name);
-    if (saved == entry.dtype || (saved != DSOPT_DTYPE_F32 && saved != DSOPT_DTYPE_F16 && saved != DSOPT_DTYPE_BF16 &&
-                                 saved != DSOPT_DTYPE_F8_E4M3 && saved != DSOPT_DTYPE_U8))
-        return {};
+    const std::optional<Format> format = format_from(saved, entry.moment->squares);
+    if (saved == entry.dtype || !format) return {};
     wanted.dtype = saved;
     wanted.bytes = uint64_t(entry.whole) * dtype_size(saved);
     const Param &param = optimizer.params()[size_t(entry.param)];
     Transfer transfer{files.find(wanted, entry), &entry, nullptr, entry.bytes()};
-    Conversion conversion{
-        format_from(saved, entry.moment->squares), {}, optimizer.state().find(scale_of(entry.kind), entry.param)};
+    Conversion conversion{*format, {}, optimizer.state().find(scale_of(entry.kind), entry.param)};
     if (has_scales(conversion.saved)) {
         const int64_t blocks = blocks_of(entry.whole);
         conversion.scales = files.find(
@@ -219,7 +217,7 @@ void convert(const Transfer &transfer, ConversionBuffers &buffers, ReadPiece rea
         if (has_scales(saved)) std::memcpy(scales.data(), read(saved_scales, block, scale_bytes), scale_bytes);
         std::memcpy(codes.data(), read(transfer.from, at(from_size), size_t(n) * from_size), size_t(n) * from_size);
         decode(saved, codes.data(), scales.data(), n, values.data());
-        encode(format_from(entry.dtype, entry.moment->squares), values.data(), n, codes.data(), scales.data());
+        encode(*format_from(entry.dtype, entry.moment->squares), values.data(), n, codes.data(), scales.data());
         write(&entry, nullptr, at(to_size), codes.data(), size_t(n) * to_size);
         if (scale != nullptr) write(scale, nullptr, block, scales.data(), scale_bytes);
     }

@@ -9,8 +9,6 @@ namespace dsopt {
 namespace {
 
 constexpr char kFormatVersion[] = "1", kShardedVersion[] = "2";
-/// By enum dsopt_moment. Only for readers of the file: a load follows the dtypes of the tensors.
-constexpr const char *kMomentFormats[] = {"f32", "bf16", "bf16_random", "e4m3", "q8"};
 
 /// Calls f(name, number) for every number that a file stores per group, for writing and for reading.
 template <class Group, class F> void for_fields(Group &group, F &&f) {
@@ -239,9 +237,10 @@ Metadata metadata_of(const Optimizer &optimizer, const std::string &save_id) {
         const auto in_group = [&](const Param &param) { return size_t(param.group) == i; };
         metadata.emplace_back(prefix + "algorithm", info_of(group.algorithm).name);
         for_fields(group, [&](const char *name, auto value) { metadata.emplace_back(prefix + name, to_text(value)); });
+        // Only for readers of the file: a load follows the dtypes of the tensors.
         for (const auto &[key, format] :
              {std::pair{"exp_avg_format", group.exp_avg_format}, {"exp_avg_sq_format", group.exp_avg_sq_format}})
-            if (format != DSOPT_MOMENT_F32) metadata.emplace_back(prefix + key, kMomentFormats[format]);
+            if (format != DSOPT_MOMENT_F32) metadata.emplace_back(prefix + key, kMomentFormats[format].key);
         metadata.emplace_back(prefix + "flags", to_text(group.flags));
         metadata.emplace_back(prefix + "params",
                               to_text(std::count_if(optimizer.params().begin(), optimizer.params().end(), in_group)));

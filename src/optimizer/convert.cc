@@ -2,7 +2,6 @@
 #include "optimizer/convert.h"
 #include "device/host_copies.h"
 #include <algorithm>
-#include <optional>
 
 namespace dsopt {
 namespace {
@@ -30,7 +29,6 @@ template <class Tag> void convert(const void *from, int64_t n, float *to, Tag ta
 template <class Tag> void convert(const float *from, int64_t n, void *to, Tag tag) {
     for (int64_t i = 0; i < n; ++i) at<typename Tag::storage>(to, 0)[i] = tag.store(from[i]);
 }
-Dtype plain(Format format) { return format == Format::bf16_random ? Dtype::bf16 : Dtype(format); }
 
 /// Reads an array of the backend piece by piece.
 class Pieces {
@@ -69,37 +67,26 @@ struct MomentArrays {
 };
 MomentArrays arrays_of(const Optimizer &optimizer, const StateEntry &entry) {
     const StateTable &state = optimizer.state();
-    return {format_from(entry.dtype, entry.moment->squares), entry.data,
+    return {*format_from(entry.dtype, entry.moment->squares), entry.data,
             state.data<float>(state.list().data(), scale_of(entry.kind), entry.param), entry.numel};
 }
 
 } // namespace
 
-Format format_from(int32_t dtype, bool squares) {
-    switch (dtype) {
-    case DSOPT_DTYPE_F16: return Format::f16;
-    case DSOPT_DTYPE_BF16: return Format::bf16;
-    case DSOPT_DTYPE_F8_E4M3: return Format::e4m3;
-    case DSOPT_DTYPE_U8: return squares ? Format::q8_squares : Format::q8;
-    default: return Format::f32;
-    }
+std::optional<Format> format_from(int32_t dtype, bool squares) {
+    if (is_float_dtype(dtype)) return Format(dtype); // in compat mode also f16, which no group has
+    for (const FormatInfo &info : kMomentFormats)
+        if (dtype_of(info.of(squares)) == dtype) return info.of(squares);
+    return std::nullopt;
 }
 
 void decode(Format format, const void *codes, const float *scales, int64_t n, float *to) {
-    switch (format) {
-    case Format::e4m3: return decode_blocks<E4M3>(codes, scales, n, to);
-    case Format::q8: return decode_blocks<Q8>(codes, scales, n, to);
-    case Format::q8_squares: return decode_blocks<Q8Squares>(codes, scales, n, to);
-    default: visit(plain(format), [&](auto tag) { convert(codes, n, to, tag); });
-    }
+    if (!has_scales(format)) return visit(plain_dtype(format), [&](auto tag) { convert(codes, n, to, tag); });
+    visit_codec(format, [&]<class Codec>(Codec) { decode_blocks<Codec>(codes, scales, n, to); });
 }
 void encode(Format format, const float *from, int64_t n, void *codes, float *scales) {
-    switch (format) {
-    case Format::e4m3: return encode_blocks<E4M3>(from, n, codes, scales);
-    case Format::q8: return encode_blocks<Q8>(from, n, codes, scales);
-    case Format::q8_squares: return encode_blocks<Q8Squares>(from, n, codes, scales);
-    default: visit(plain(format), [&](auto tag) { convert(from, n, codes, tag); });
-    }
+    if (!has_scales(format)) return visit(plain_dtype(format), [&](auto tag) { convert(from, n, codes, tag); });
+    visit_codec(format, [&]<class Codec>(Codec) { encode_blocks<Codec>(from, n, codes, scales); });
 }
 
 void split_masters(const float *masters, int64_t n, uint16_t *weights, uint16_t *remainders) {

@@ -3,15 +3,16 @@
 // weight and a remainder.
 #pragma once
 #include "optimizer/optimizer.h"
+#include <optional>
 
 namespace dsopt {
 
 /// Number of elements that are converted at once: a multiple of kBlock.
 constexpr int64_t kConverted = int64_t(1) << 20;
 
-/// Returns the format of a moment in memory or in a file, from the dtype of its elements. bf16 stands for bf16_random,
-/// too. `squares`: as in MomentInfo.
-Format format_from(int32_t dtype, bool squares);
+/// Returns the format of a moment in memory or in a file, from the dtype of its elements; nullopt if no moment has the
+/// dtype. bf16 stands for bf16_random, too. `squares`: as in MomentInfo.
+std::optional<Format> format_from(int32_t dtype, bool squares);
 
 /// Converts n elements, from the beginning of a block on. `scales` begins with that block's; unused without scales.
 void decode(Format format, const void *codes, const float *scales, int64_t n, float *to);

@@ -56,7 +56,7 @@ void set_formats(const dsopt_param &given, const dsopt_group &rules, Param &para
 /// True if a moment is rounded at random, or has scales.
 bool formats_use_offset(const Param &param) {
     for (const Format format : param.formats)
-        if (format >= Format::bf16_random) return true;
+        if (format == Format::bf16_random || has_scales(format)) return true;
     return false;
 }
 

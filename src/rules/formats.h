@@ -4,10 +4,12 @@
 #pragma once
 #include "base/dtype.h"
 #include "rules/rounding.h"
+#include <initializer_list>
+#include <iterator>
 
 namespace dsopt {
 
-/// Formats of moments. The first three are those of gradients and weights (Dtype).
+/// Formats of moments. The first three are those of gradients and weights (Dtype), those from e4m3 on have scales.
 enum class Format : uint8_t {
     f32 = DSOPT_DTYPE_F32,
     f16 = DSOPT_DTYPE_F16, // compat mode only
@@ -34,6 +36,31 @@ DSOPT_HD constexpr int32_t dtype_of(Format format) {
 }
 /// Returns the size of an element in bytes, without its part of a scale.
 DSOPT_HD constexpr int64_t size_of(Format format) { return format == Format::f32 ? 4 : has_scales(format) ? 1 : 2; }
+/// Returns the dtype from and to which a format without scales is converted.
+DSOPT_HD constexpr Dtype plain_dtype(Format format) {
+    return format == Format::bf16_random ? Dtype::bf16 : Dtype(format);
+}
+
+/// The record of a value of enum dsopt_moment.
+struct FormatInfo {
+    int32_t moment;                    // DSOPT_MOMENT_...
+    const char *name;                  // in messages
+    const char *key;                   // in the metadata of checkpoints
+    Format gradients;                  // of means of gradients
+    Format squares;                    // of means and sums of squares
+    const char *not_squares = nullptr; // why squares cannot have it, a predicate of the moment; NULL: they can
+    constexpr Format of(bool are_squares) const { return are_squares ? squares : gradients; }
+};
+/// By enum dsopt_moment.
+inline constexpr FormatInfo kMomentFormats[] = {
+    {DSOPT_MOMENT_F32, "F32", "f32", Format::f32, Format::f32},
+    {DSOPT_MOMENT_BF16, "BF16", "bf16", Format::bf16, Format::bf16,
+     "could not follow small changes if rounded to nearest; BF16_RANDOM can"},
+    {DSOPT_MOMENT_BF16_RANDOM, "BF16_RANDOM", "bf16_random", Format::bf16_random, Format::bf16_random},
+    {DSOPT_MOMENT_E4M3, "E4M3", "e4m3", Format::e4m3, Format::e4m3, "has a wider range"},
+    {DSOPT_MOMENT_Q8, "Q8", "q8", Format::q8, Format::q8_squares},
+};
+constexpr int32_t kLastMomentFormat = std::end(kMomentFormats)[-1].moment;
 
 /// Number of consecutive elements of a tensor that share a scale in E4M3 and Q8. The last block may be shorter.
 constexpr int64_t kBlock = 256;
@@ -172,6 +199,7 @@ DSOPT_HD constexpr int highest_bit(uint32_t x) {
 /// 8-bit dynamic map of signed numbers, with the codes of bitsandbytes and torchao. `map`: signed_map(), where the
 /// caller has it.
 struct Q8 {
+    using Map = DynamicMap;
     static constexpr uint32_t kHalfOfFirst = 0x3493a3b6; // half of the smallest positive level
     static constexpr uint32_t kNegative = 0x3f80e809;    // reciprocal of the largest negative level
     DSOPT_HD static constexpr DynamicMap map() { return signed_map(); }
@@ -204,6 +232,7 @@ struct Q8 {
 /// 8-bit dynamic map of numbers that are not negative: moments of squared gradients. `map`: unsigned_map(), where the
 /// caller has it.
 struct Q8Squares {
+    using Map = DynamicMap;
     DSOPT_HD static constexpr DynamicMap map() { return unsigned_map(); }
     DSOPT_HD static constexpr float level(const DynamicMap &map, uint8_t code) {
         if (code == 0) return 0;
@@ -223,6 +252,35 @@ struct Q8Squares {
         return uint8_t(x > 0 ? (2 << at.decade) + at.level - 1 : 0);
     }
 };
+
+/// All codecs.
+template <class... Codec> struct CodecList {};
+using Codecs = CodecList<E4M3, Q8, Q8Squares>;
+
+/// Calls `f` with the codec of a format that has scales.
+template <class F> DSOPT_HD constexpr void visit_codec(Format format, const F &f) {
+    switch (format) {
+    case Format::e4m3: f(E4M3{}); return;
+    case Format::q8: f(Q8{}); return;
+    case Format::q8_squares: f(Q8Squares{}); return;
+    default: break;
+    }
+    __builtin_unreachable();
+}
+/// False if a record is not at the index of its enumerator, or the facts about a Format contradict each other. Does not
+/// compile if a format with scales has no codec in visit_codec().
+constexpr bool formats_are_consistent() {
+    for (size_t i = 0; i < std::size(kMomentFormats); ++i)
+        for (const Format format : {kMomentFormats[i].gradients, kMomentFormats[i].squares}) {
+            int codecs = 0;
+            if (has_scales(format)) visit_codec(format, [&](auto) { ++codecs; });
+            if (kMomentFormats[i].moment != int32_t(i) || codecs != int(has_scales(format)) ||
+                size_of(format) != int64_t(dtype_size(dtype_of(format))))
+                return false;
+        }
+    return true;
+}
+static_assert(formats_are_consistent());
 
 /// Stores a block of n elements, 1 to kBlock. The reference for the kernels of every device.
 template <class Format> void store_block(const float *x, int64_t n, uint8_t *codes, float *scale) {

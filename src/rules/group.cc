@@ -35,7 +35,6 @@ void check_int(const GroupInt &field, int32_t value, const RuleInfo &info) {
     require_in(field.low, field.high, name.c_str(), value);
 }
 
-constexpr const char *kFormatNames[] = {"F32", "BF16", "BF16_RANDOM", "E4M3", "Q8"}; // of enum dsopt_moment
 
 /// Checks the formats of the moments, for a group that is valid otherwise.
 void check_formats(const dsopt_group &group, const RuleInfo &info, bool compat) {
@@ -49,7 +48,8 @@ void check_formats(const dsopt_group &group, const RuleInfo &info, bool compat) 
                    {"exp_avg_sq_format", group.exp_avg_sq_format, true}};
     for (const auto &[field, format, squares] : formats) {
         if (format == DSOPT_MOMENT_F32) continue;
-        const char *const name = kFormatNames[format];
+        const FormatInfo &record = kMomentFormats[format];
+        const char *const name = record.name;
         if (is_onebit(group.algorithm))
             throw Error(DSOPT_ERR_UNSUPPORTED, "%s is %s: the moments of %s are F32", field, name, info.name);
         if (compat) throw Error(DSOPT_ERR_UNSUPPORTED, "%s is %s: formats need standard mode", field, name);
@@ -59,14 +59,10 @@ void check_formats(const dsopt_group &group, const RuleInfo &info, bool compat) 
         if (moment == nullptr)
             throw Error(DSOPT_ERR_UNSUPPORTED, "%s has no effect in %s%s", field, info.name,
                         group.algorithm == DSOPT_ALGORITHM_SGD && !squares ? " without momentum" : "");
-        if (squares && format == DSOPT_MOMENT_BF16)
-            throw Error(DSOPT_ERR_UNSUPPORTED,
-                        "%s is BF16: rounded to nearest, %s could not follow small changes; BF16_RANDOM can", field,
-                        moment->name);
-        if (squares && format == DSOPT_MOMENT_E4M3)
-            throw Error(DSOPT_ERR_UNSUPPORTED, "%s is E4M3, which does not have the range of squares", field);
-        if (format == DSOPT_MOMENT_Q8 && *moment->scale_name == 0)
-            throw Error(DSOPT_ERR_UNSUPPORTED, "%s is Q8: a sum of squares would stop growing", field);
+        if (squares && record.not_squares != nullptr)
+            throw Error(DSOPT_ERR_UNSUPPORTED, "%s is %s: %s %s", field, name, moment->name, record.not_squares);
+        if (has_scales(record.of(squares)) && *moment->scale_name == 0)
+            throw Error(DSOPT_ERR_UNSUPPORTED, "%s is %s: a sum of squares would stop growing", field, name);
     }
 }
 
@@ -111,8 +107,8 @@ Facts algorithm_fact(int32_t algorithm) {
 }
 
 void check_group(const dsopt_group &group, const Facts &optimizer) {
-    require_in(DSOPT_MOMENT_F32, DSOPT_MOMENT_Q8, "dsopt_group.exp_avg_format", group.exp_avg_format);
-    require_in(DSOPT_MOMENT_F32, DSOPT_MOMENT_Q8, "dsopt_group.exp_avg_sq_format", group.exp_avg_sq_format);
+    require_in(DSOPT_MOMENT_F32, kLastMomentFormat, "dsopt_group.exp_avg_format", group.exp_avg_format);
+    require_in(DSOPT_MOMENT_F32, kLastMomentFormat, "dsopt_group.exp_avg_sq_format", group.exp_avg_sq_format);
     const RuleInfo &info = info_of(group.algorithm);
     const bool compat = optimizer.has(facts::compat);
     int32_t unknown = group.flags;
@@ -136,13 +132,7 @@ const MomentList &moments_of(const dsopt_group &group) {
 }
 
 Format format_of(const MomentInfo &moment, const dsopt_group &group) {
-    switch (moment.squares ? group.exp_avg_sq_format : group.exp_avg_format) {
-    case DSOPT_MOMENT_BF16: return Format::bf16;
-    case DSOPT_MOMENT_BF16_RANDOM: return Format::bf16_random;
-    case DSOPT_MOMENT_E4M3: return Format::e4m3;
-    case DSOPT_MOMENT_Q8: return moment.squares ? Format::q8_squares : Format::q8;
-    default: return Format::f32;
-    }
+    return kMomentFormats[moment.squares ? group.exp_avg_sq_format : group.exp_avg_format].of(moment.squares);
 }
 
 const MomentInfo *first_difference(const MomentList &a, const MomentList &b) {

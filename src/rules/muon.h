@@ -3,6 +3,7 @@
 // orthogonalised by Newton-Schulz iterations. The functors are the element-wise parts of the rule.
 #pragma once
 #include "base/status.h"
+#include "rules/formats.h"
 #include "rules/scalars.h"
 #include <iterator>
 
@@ -125,9 +126,10 @@ inline void check_muon(const dsopt_group &group, bool) {
         throw Error(DSOPT_ERR_ARGUMENT, "momentum is %g, must be in (0, 1) in muon", group.momentum);
     if (!matrix_hypers_are_valid(group.momentum, group.eps))
         throw Error(DSOPT_ERR_ARGUMENT, "eps is %g, must be in [2^-100, 1] in muon", group.eps);
-    if (group.exp_avg_format == DSOPT_MOMENT_E4M3 || group.exp_avg_format == DSOPT_MOMENT_Q8)
+    const FormatInfo &format = kMomentFormats[group.exp_avg_format];
+    if (has_scales(format.gradients))
         throw Error(DSOPT_ERR_UNSUPPORTED, "exp_avg_format is %s: the momentum of muon is F32, BF16 or BF16_RANDOM",
-                    group.exp_avg_format == DSOPT_MOMENT_Q8 ? "Q8" : "E4M3");
+                    format.name);
 }
 inline Rule muon_formula(const dsopt_group &group, bool) {
     return group.flags & DSOPT_GROUP_NESTEROV ? Rule::muon_nesterov : Rule::muon;
