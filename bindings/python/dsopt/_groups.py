@@ -30,13 +30,14 @@ _FLAGS = {
 
 
 def _words(prefix: str) -> Dict[str, int]:
-    """Returns the constants of an enum by the rest of their names."""
+    """Returns the constants of an enum by the rest of their names, without _SIGNED."""
     constants = abi.description["constants"].items()
-    return {name[len(prefix) :].lower(): number for name, number in constants if name.startswith(prefix)}
+    return {name[len(prefix) :].lower(): number for name, number in constants if name.startswith(prefix) and number >= 0}
 
 
 _KEYS = {number: name for name, number in _words("DSOPT_KEY_").items()}
 FORMATS = _words("DSOPT_MOMENT_")
+SCALED = tuple(name for name in FORMATS if name not in ("f32", "bf16", "bf16_random"))  # codes, with a scale per block
 ADJUST = {
     "original": abi.DSOPT_ADJUST_ORIGINAL,
     "match_rms_adamw": abi.DSOPT_ADJUST_MATCH_RMS_ADAMW,

@@ -14,6 +14,7 @@ import numpy as np
 from .. import _abi as abi
 from .. import _nvidia
 from .._errors import ArgumentError, Error, UnsupportedError
+from .._groups import FORMATS, SCALED
 from . import _build
 
 DTYPES = {"float32": abi.DSOPT_DTYPE_F32, "float16": abi.DSOPT_DTYPE_F16, "bfloat16": abi.DSOPT_DTYPE_BF16}
@@ -27,7 +28,7 @@ _STATE_DTYPES = {
     abi.DSOPT_DTYPE_F8_E4M3: jnp.float8_e4m3fn,
 }
 _RANDOM = {abi.DSOPT_MOMENT_BF16_RANDOM}
-_SCALED = {abi.DSOPT_MOMENT_E4M3, abi.DSOPT_MOMENT_Q8}
+_SCALED = {FORMATS[name] for name in SCALED}
 
 # enum Option of _handler.cc, by the name of the operand if it has one
 OPTIONS = {"rank": 1, "lr": 2, "hyper": 4, "grad_scale": 8, "skip": 16, "after": 128, "grad_norms": 512}

@@ -14,6 +14,7 @@ import torch
 from .. import _abi as abi
 from .._errors import StateError, error_of
 from .._groups import FORMATS as NUMBERS
+from .._groups import SCALED
 from .._handle import choice
 from ._tensors import E4M3, integer, unsupported
 
@@ -24,7 +25,6 @@ FIRST, SECOND = "exp_avg_format", "exp_avg_sq_format"
 KEYS = (FIRST, SECOND, "min_8bit_size", "masters")
 MIN_8BIT_SIZE = 4096
 BLOCK = 256  # elements that share a scale
-SCALED = ("e4m3", "q8")  # formats of codes, with a scale per block
 MASTERS = {"float32": abi.DSOPT_MASTERS_PER_TENSOR, "remainder": abi.DSOPT_MASTERS_REMAINDER}
 OTHER_MASTER = {"master": "remainder", "remainder": "master"}
 KEY_OF = {"exp_avg": FIRST, "momentum_buffer": FIRST, "exp_avg_sq": SECOND, "sum": SECOND}  # by moment
