@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""An incomplete storage format does not compile: the compiler names each place that a new format must touch.
+"""An incomplete dtype of gradients and weights does not compile: the compiler names each place that needs it.
 
 usage: new_format.py SOURCES COMPILER...
 
