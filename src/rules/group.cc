@@ -35,7 +35,6 @@ void check_int(const GroupInt &field, int32_t value, const RuleInfo &info) {
     require_in(field.low, field.high, name.c_str(), value);
 }
 
-
 /// Checks the formats of the moments, for a group that is valid otherwise.
 void check_formats(const dsopt_group &group, const RuleInfo &info, bool compat) {
     if (!has_formats(group)) return;

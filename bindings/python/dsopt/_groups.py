@@ -31,8 +31,8 @@ _FLAGS = {
 
 def _words(prefix: str) -> Dict[str, int]:
     """Returns the constants of an enum by the rest of their names, without _SIGNED."""
-    constants = abi.description["constants"].items()
-    return {name[len(prefix) :].lower(): number for name, number in constants if name.startswith(prefix) and number >= 0}
+    constants = {name: number for name, number in abi.description["constants"].items() if name.startswith(prefix)}
+    return {name[len(prefix) :].lower(): number for name, number in constants.items() if number >= 0}
 
 
 _KEYS = {number: name for name, number in _words("DSOPT_KEY_").items()}
