@@ -9,7 +9,7 @@
 #include "exchange/exchange.h"
 #include "optimizer/contents.h"
 #include "optimizer/convert.h"
-#include "rules/group.h"
+#include "optimizer/group.h"
 #include "step/agree.h"
 #include <cctype>
 #include <cmath>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "checkpoint/metadata.h"
+#include "optimizer/group.h"
 #include "optimizer/onebit.h"
-#include "rules/group.h"
 #include <algorithm>
 #include <unordered_map>
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Reads and sets hyper-parameters by key.
+#include "optimizer/group.h"
 #include "optimizer/optimizer.h"
-#include "rules/group.h"
 #include "rules/muon.h"
 #include <cmath>
 
@@ -115,7 +115,8 @@ void Optimizer::set(int32_t group, int32_t key, double value) {
     std::vector<dsopt_group> &changing = registry_.change().groups;
     for (size_t i = first; i < last; ++i)
         if (takes(changing[i])) changing[i] = changed_group(changing[i], key, value);
-    if (derived_.onebit && key == DSOPT_KEY_FREEZE_STEP) derived_.onebit->set_rules(groups()); // last: it checks every group
+    if (derived_.onebit && key == DSOPT_KEY_FREEZE_STEP)
+        derived_.onebit->set_rules(groups()); // last: it checks every group
 }
 
 double Optimizer::get(int32_t group, int32_t key) const {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "optimizer/matrices.h"
-#include "rules/group.h"
+#include "optimizer/group.h"
 #include <algorithm>
 #include <numeric>
 #include <tuple>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "optimizer/onebit.h"
 #include "device/context.h"
-#include "rules/group.h"
+#include "optimizer/group.h"
 #include <algorithm>
 #include <cstring>
 

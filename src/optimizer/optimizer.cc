@@ -4,7 +4,7 @@
 #include "optimizer/optimizer.h"
 #include "base/sizes.h"
 #include "base/struct_io.h"
-#include "rules/group.h"
+#include "optimizer/group.h"
 #include <algorithm>
 #include <utility>
 

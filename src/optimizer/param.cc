@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "optimizer/param.h"
 #include "base/text.h"
+#include "optimizer/group.h"
 #include "optimizer/matrices.h"
-#include "rules/group.h"
 #include "rules/rounding.h"
 #include <cstring>
 

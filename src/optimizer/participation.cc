@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "optimizer/participation.h"
+#include "optimizer/group.h"
 #include "optimizer/onebit.h"
 #include "optimizer/shard.h"
-#include "rules/group.h"
 #include <algorithm>
 
 namespace dsopt {

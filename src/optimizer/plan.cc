@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Makes the plan of a step from checked lists.
+#include "optimizer/group.h"
 #include "optimizer/plan_jobs.h"
-#include "rules/group.h"
 #include <cmath>
 
 namespace dsopt {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "optimizer/plan_jobs.h"
-#include "rules/group.h"
+#include "optimizer/group.h"
 
 namespace dsopt {
 namespace {

@@ -4,8 +4,8 @@
 //
 // The comparison is one all-reduce of a few integers. Only if these differ, more all-reduces find the tensor. The
 // maxima of x and of ~x show every rank if all ranks have the same x, so all ranks come to the same result.
+#include "optimizer/group.h"
 #include "optimizer/plan.h"
-#include "rules/group.h"
 #include "rules/rounding.h"
 #include "step/agree.h"
 #include <algorithm>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "optimizer/registry.h"
+#include "optimizer/group.h"
 #include "optimizer/onebit.h"
-#include "rules/group.h"
 #include <algorithm>
 
 namespace dsopt {
@@ -73,7 +73,7 @@ void Registry::add_params(const dsopt_param *given, int64_t count, bool named_gr
             throw Error(DSOPT_ERR_SHAPE, "with parameter '%s' the optimizer has more than 2^56 elements",
                         param.name.c_str());
         const bool shared =
-            shares_trust && (param.flags & DSOPT_PARAM_MODEL_PARALLEL) && has_trust(groups[size_t(group)]);
+            shares_trust && (param.flags & DSOPT_PARAM_MODEL_PARALLEL) && has_trust_ratio(groups[size_t(group)]);
         param.trust_slot = shared ? trust_slots++ : -1;
         if (param.has_master && compat)
             wrapper = desc.masters == DSOPT_MASTERS_FLAT ? Wrapper::fused : Wrapper::unfused;
@@ -117,7 +117,7 @@ void Registry::add_optimizer_state(const OneBit *onebit, const Scaler *scaler) {
         add(StateKind::loss_scale, 1, scaler->scale());
         add(StateKind::scaler, sizeof(ScalerState) / 4, scaler->state());
     }
-    const auto with_trust = [](const dsopt_group &group) { return has_trust(group); };
+    const auto with_trust = [](const dsopt_group &group) { return has_trust_ratio(group); };
     if (std::any_of(groups.begin(), groups.end(), with_trust)) add(StateKind::trust_ratio, count);
     add(StateKind::step, count);
 }

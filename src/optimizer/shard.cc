@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "optimizer/shard.h"
+#include "optimizer/group.h"
 #include "optimizer/optimizer.h"
-#include "rules/group.h"
 #include <numeric>
 
 namespace dsopt {

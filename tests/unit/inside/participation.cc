@@ -2,9 +2,9 @@
 // What parameters take part in, for every combination of algorithms, ranks, flags, sizes and stages, against the rules as
 // a reader would write them for one case at a time.
 #include "optimizer/participation.h"
+#include "optimizer/group.h"
 #include "optimizer/onebit.h"
 #include "optimizer/shard.h"
-#include "rules/group.h"
 #include <gtest/gtest.h>
 
 using namespace dsopt;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "rules/group.h"
+#include "optimizer/group.h"
 #include "rules/all.h"
 #include <cmath>
 #include <cstring>
@@ -142,7 +142,7 @@ const MomentInfo *first_difference(const MomentList &a, const MomentList &b) {
     return nullptr;
 }
 
-bool has_trust(const dsopt_group &group) { return (info_of(group.algorithm).fields & kTrust) != 0; }
+bool has_trust_ratio(const dsopt_group &group) { return (info_of(group.algorithm).fields & kTrust) != 0; }
 
 const GroupField *find_field(int32_t key) {
     for (const GroupField &field : kGroupFields)

@@ -28,7 +28,7 @@ inline bool has_formats(const dsopt_group &group) {
 }
 /// Returns a moment that is in only one of the two lists, NULL if there is none.
 const MomentInfo *first_difference(const MomentList &a, const MomentList &b);
-bool has_trust(const dsopt_group &group);
+bool has_trust_ratio(const dsopt_group &group);
 
 /// True if rules of this algorithm have the hyper-parameter.
 inline bool has_field(const RuleInfo &info, const GroupField &field) {
