@@ -202,100 +202,138 @@ bool checks_ranks(const Optimizer &optimizer) {
     return (optimizer.desc().flags & DSOPT_OPTIMIZER_CHECK_RANKS) && optimizer.data_rank().ranks > 1;
 }
 
-void check_ranks(const Optimizer &optimizer, const StepPlan &plan, const PhaseList &phases, const StepRows *rows,
-                 bool lists_only, bool stateful) {
-    const std::vector<Param> &params = optimizer.params();
-    const OptionList options(optimizer);
-    const auto key = [&](size_t i) { return key_of(params[i]); };
-    const auto option_at = [&](size_t i) { return options[i]; };
-    ComparedWords words;
-    uint64_t list = 0, gradients = 0, option_hash = 0;
-    for (size_t i = 0; i < params.size(); ++i) list = mix(list, key(i));
-    for (size_t i = 0; i < options.count(); ++i) option_hash = mix(option_hash, options[i]);
-    // If the caller averages, a gradient that is absent on one rank must be absent on all. Otherwise an absent gradient
-    // counts as zeros, or affects this rank only, and the dtype is that of messages.
-    const bool full = !(optimizer.desc().flags & DSOPT_OPTIMIZER_AVERAGES) &&
-                      (plan.onebit == nullptr || plan.onebit->stage == Stage::full);
-    const auto gradient_key = [&](size_t i) -> uint64_t {
-        if (const int32_t dtype = sent_dtype(rows, i)) return uint64_t(dtype) << 32;
-        const bool is_compared = full && !lists_only && plan.policy.wrapper == Wrapper::none && params[i].expert == 0;
-        return is_compared && plan.jobs[i].present;
-    };
-    for (size_t i = 0; i < params.size(); ++i) gradients = mix(gradients, gradient_key(i));
-    words.set(ComparedWords::flags, uint32_t(optimizer.desc().flags & ~kFlagsOfOneRank));
-    words.set(ComparedWords::options, option_hash);
-    // The sums of parts that ranks complete together.
-    words.set(ComparedWords::sums, phases.has(Phase::complete_squares) + 2 * phases.has(Phase::complete_sums));
-    words.set(ComparedWords::params, uint64_t(optimizer.groups().size()) << 32 | uint64_t(plan.count));
-    words.set(ComparedWords::list, list);
-    words.set(ComparedWords::gradients, gradients);
-    for (const int word : {ComparedWords::calls, ComparedWords::schedule, ComparedWords::stage}) words.set(word, 0);
-    if (!lists_only) {
-        words.set(ComparedWords::calls, stateful ? uint32_t(optimizer.calls()) : 0);
-        words.set(ComparedWords::schedule, plan.onebit != nullptr ? uint32_t(plan.onebit->now.step) : 0);
-        words.set(ComparedWords::stage, uint32_t(plan.onebit != nullptr ? plan.onebit->stage : Stage::full));
-    }
-    const ComparedWords local = words;
-    max_over_ranks(optimizer, &words, sizeof words, plan.execution.stream);
+namespace {
 
-    const int rank = optimizer.data_rank().rank;
-    if (words.refused != 0)
-        throw Error(DSOPT_ERR_MISMATCH,
-                    "the step of rank %d failed before the ranks compared their calls, so no rank takes it",
-                    words.refused - 1);
-    if (!words.same(ComparedWords::flags))
-        throw Error(DSOPT_ERR_MISMATCH, "ranks have different options: dsopt_optimizer_desc.flags are 0x%x on rank %d",
-                    optimizer.desc().flags, rank);
-    if (!words.same(ComparedWords::params))
-        throw Error(
-            DSOPT_ERR_MISMATCH, "ranks have from %d to %d parameters in %d to %d groups, rank %d has %lld in %zu",
-            words.min(ComparedWords::params), words.max(ComparedWords::params), words.min(ComparedWords::params, 1),
-            words.max(ComparedWords::params, 1), rank, ll(plan.count), optimizer.groups().size());
-    if (!words.same(ComparedWords::options)) {
-        const int64_t i = first_different(optimizer, options.count(), option_at, plan.execution.stream);
-        char text[128];
-        options.describe(size_t(std::max<int64_t>(i, 0)), text, sizeof text);
-        throw Error(DSOPT_ERR_MISMATCH,
-                    "ranks have different options: %s on rank %d, and something else on another rank", text, rank);
+/// What the ranks compare of one step.
+class Comparison {
+public:
+    Comparison(const Optimizer &optimizer, const StepPlan &plan, const StepRows *rows, bool lists_only) :
+        optimizer_(optimizer),
+        plan_(plan),
+        rows_(rows),
+        options_(optimizer),
+        // If the caller averages, a gradient that is absent on one rank must be absent on all. Otherwise an absent
+        // gradient counts as zeros, or affects this rank only, and the dtype is that of messages.
+        compares_presence_(!(optimizer.desc().flags & DSOPT_OPTIMIZER_AVERAGES) && stage() == Stage::full &&
+                           !lists_only && plan.policy.wrapper == Wrapper::none),
+        lists_only_(lists_only) {}
+
+    ComparedWords words(const PhaseList &phases, bool stateful) const {
+        ComparedWords words;
+        words.set(ComparedWords::flags, uint32_t(optimizer_.desc().flags & ~kFlagsOfOneRank));
+        words.set(ComparedWords::options, hash(options_.count(), [&](size_t i) { return options_[i]; }));
+        // The sums of parts that ranks complete together.
+        words.set(ComparedWords::sums, phases.has(Phase::complete_squares) + 2 * phases.has(Phase::complete_sums));
+        words.set(ComparedWords::params, uint64_t(optimizer_.groups().size()) << 32 | uint64_t(plan_.count));
+        words.set(ComparedWords::list, hash(params().size(), [&](size_t i) { return key_of(params()[i]); }));
+        words.set(ComparedWords::gradients, hash(params().size(), [&](size_t i) { return gradient_key(i); }));
+        words.set(ComparedWords::calls, !lists_only_ && stateful ? uint32_t(optimizer_.calls()) : 0);
+        const bool has_schedule = !lists_only_ && plan_.onebit != nullptr;
+        words.set(ComparedWords::schedule, has_schedule ? uint32_t(plan_.onebit->now.step) : 0);
+        words.set(ComparedWords::stage, lists_only_ ? 0 : uint32_t(stage()));
+        return words;
     }
-    if (!words.same(ComparedWords::list)) {
-        const int64_t i = first_different(optimizer, optimizer.params().size(), key, plan.execution.stream);
-        const Param &param = params[size_t(std::max<int64_t>(i, 0))];
+
+    // The next three throw MISMATCH if the words of the ranks differ. They name the difference.
+    void check_lists(const ComparedWords &words) const {
+        if (!words.same(ComparedWords::flags))
+            throw Error(DSOPT_ERR_MISMATCH,
+                        "ranks have different options: dsopt_optimizer_desc.flags are 0x%x on rank %d",
+                        optimizer_.desc().flags, rank());
+        if (!words.same(ComparedWords::params))
+            throw Error(
+                DSOPT_ERR_MISMATCH, "ranks have from %d to %d parameters in %d to %d groups, rank %d has %lld in %zu",
+                words.min(ComparedWords::params), words.max(ComparedWords::params), words.min(ComparedWords::params, 1),
+                words.max(ComparedWords::params, 1), rank(), ll(plan_.count), optimizer_.groups().size());
+        if (!words.same(ComparedWords::options)) {
+            char text[128];
+            options_.describe(first(options_.count(), [&](size_t i) { return options_[i]; }), text, sizeof text);
+            throw Error(DSOPT_ERR_MISMATCH,
+                        "ranks have different options: %s on rank %d, and something else on another rank", text,
+                        rank());
+        }
+        if (words.same(ComparedWords::list)) return;
+        const size_t i = first(params().size(), [&](size_t index) { return key_of(params()[index]); });
+        const Param &param = params()[i];
         throw Error(
             DSOPT_ERR_MISMATCH,
-            "ranks have different lists: parameter %lld is '%s' on rank %d, with %lld elements of dtype %d in group "
+            "ranks have different lists: parameter %zu is '%s' on rank %d, with %lld elements of dtype %d in group "
             "%d, flags 0x%x, %s, and something else on another rank",
-            ll(i), param.name.c_str(), rank, ll(param.numel), param.dtype, param.group, param.flags,
+            i, param.name.c_str(), rank(), ll(param.numel), param.dtype, param.group, param.flags,
             param.has_remainder ? "a remainder"
             : param.has_master  ? "a master"
                                 : "no master");
     }
-    if (!words.same(ComparedWords::calls))
-        throw Error(DSOPT_ERR_MISMATCH, "ranks have made different numbers of calls: from %d to %d, rank %d %d",
-                    words.min(ComparedWords::calls), words.max(ComparedWords::calls), rank,
-                    local.max(ComparedWords::calls));
-    if (!words.same(ComparedWords::schedule))
-        throw Error(DSOPT_ERR_MISMATCH, "ranks are at different steps of the schedule: %d to %d, rank %d at %d",
-                    words.min(ComparedWords::schedule), words.max(ComparedWords::schedule), rank,
-                    local.max(ComparedWords::schedule));
-    if (!words.same(ComparedWords::stage))
-        throw Error(DSOPT_ERR_MISMATCH, "ranks are at different stages: '%s' and '%s', rank %d '%s'",
-                    name_of(Stage(words.min(ComparedWords::stage))), name_of(Stage(words.max(ComparedWords::stage))),
-                    rank, name_of(Stage(local.max(ComparedWords::stage))));
-    if (!words.same(ComparedWords::sums))
-        throw Error(DSOPT_ERR_MISMATCH,
-                    "ranks have different options: some read gradients before the update (max_norm, a scaler or "
-                    "DSOPT_NONFINITE_SKIP, without dsopt_step.grad_norms) or have REPORT_NORMS, others do not");
-    if (!words.same(ComparedWords::gradients)) {
-        const int64_t i = std::max<int64_t>(
-            first_different(optimizer, optimizer.params().size(), gradient_key, plan.execution.stream), 0);
-        const char *const name = params[size_t(i)].name.c_str();
-        if (const int32_t dtype = sent_dtype(rows, size_t(i)))
-            throw Error(DSOPT_ERR_MISMATCH, "the gradient of '%s' has dtype %s on rank %d, and another on another rank",
-                        name, dtype_name(dtype), rank);
-        throw Error(DSOPT_ERR_MISMATCH, "the gradient of '%s' is %s on rank %d, and not so on another rank", name,
-                    plan.jobs[i].present ? "there" : "absent", rank);
+    void check_calls(const ComparedWords &words, const ComparedWords &local) const {
+        if (!words.same(ComparedWords::calls))
+            throw Error(DSOPT_ERR_MISMATCH, "ranks have made different numbers of calls: from %d to %d, rank %d %d",
+                        words.min(ComparedWords::calls), words.max(ComparedWords::calls), rank(),
+                        local.max(ComparedWords::calls));
+        if (!words.same(ComparedWords::schedule))
+            throw Error(DSOPT_ERR_MISMATCH, "ranks are at different steps of the schedule: %d to %d, rank %d at %d",
+                        words.min(ComparedWords::schedule), words.max(ComparedWords::schedule), rank(),
+                        local.max(ComparedWords::schedule));
+        if (!words.same(ComparedWords::stage))
+            throw Error(DSOPT_ERR_MISMATCH, "ranks are at different stages: '%s' and '%s', rank %d '%s'",
+                        name_of(Stage(words.min(ComparedWords::stage))),
+                        name_of(Stage(words.max(ComparedWords::stage))), rank(),
+                        name_of(Stage(local.max(ComparedWords::stage))));
+        if (!words.same(ComparedWords::sums))
+            throw Error(DSOPT_ERR_MISMATCH,
+                        "ranks have different options: some read gradients before the update (max_norm, a scaler or "
+                        "DSOPT_NONFINITE_SKIP, without dsopt_step.grad_norms) or have REPORT_NORMS, others do not");
     }
+    void check_gradients(const ComparedWords &words) const {
+        if (words.same(ComparedWords::gradients)) return;
+        const size_t i = first(params().size(), [&](size_t index) { return gradient_key(index); });
+        const char *const name = params()[i].name.c_str();
+        if (const int32_t dtype = sent_dtype(rows_, i))
+            throw Error(DSOPT_ERR_MISMATCH, "the gradient of '%s' has dtype %s on rank %d, and another on another rank",
+                        name, dtype_name(dtype), rank());
+        throw Error(DSOPT_ERR_MISMATCH, "the gradient of '%s' is %s on rank %d, and not so on another rank", name,
+                    plan_.jobs[i].present ? "there" : "absent", rank());
+    }
+
+private:
+    const std::vector<Param> &params() const { return optimizer_.params(); }
+    int rank() const { return optimizer_.data_rank().rank; }
+    Stage stage() const { return plan_.onebit != nullptr ? plan_.onebit->stage : Stage::full; }
+    uint64_t gradient_key(size_t i) const {
+        if (const int32_t dtype = sent_dtype(rows_, i)) return uint64_t(dtype) << 32;
+        return compares_presence_ && params()[i].expert == 0 && plan_.jobs[i].present;
+    }
+    template <class Key> static uint64_t hash(size_t count, const Key &key) {
+        uint64_t all = 0;
+        for (size_t i = 0; i < count; ++i) all = mix(all, key(i));
+        return all;
+    }
+    /// Returns the index of the first key that differs between ranks. A collective call.
+    size_t first(size_t count, FunctionRef<uint64_t(size_t)> key) const {
+        return size_t(std::max<int64_t>(first_different(optimizer_, count, key, plan_.execution.stream), 0));
+    }
+
+    const Optimizer &optimizer_;
+    const StepPlan &plan_;
+    const StepRows *const rows_;
+    const OptionList options_;
+    const bool compares_presence_, lists_only_;
+};
+
+} // namespace
+
+void check_ranks(const Optimizer &optimizer, const StepPlan &plan, const PhaseList &phases, const StepRows *rows,
+                 bool lists_only, bool stateful) {
+    const Comparison step(optimizer, plan, rows, lists_only);
+    const ComparedWords local = step.words(phases, stateful);
+    ComparedWords words = local;
+    max_over_ranks(optimizer, &words, sizeof words, plan.execution.stream);
+    if (words.refused != 0)
+        throw Error(DSOPT_ERR_MISMATCH,
+                    "the step of rank %d failed before the ranks compared their calls, so no rank takes it",
+                    words.refused - 1);
+    step.check_lists(words);
+    step.check_calls(words, local);
+    step.check_gradients(words);
     if (optimizer.attachments().node) check_nodes(optimizer, plan.execution.stream);
 }
 
