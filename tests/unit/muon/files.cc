@@ -130,7 +130,7 @@ TEST(MuonFile, RefusesOtherMatrices) {
             }
             const bool flags = cuts[i].rows == cuts[k].rows && cuts[i].cols == cuts[k].cols;
             EXPECT_TRUE(
-                refused(load(to, data), DSOPT_ERR_MISMATCH, flags ? "weight|ROWS_ARE_INPUTS" : "weight|matrices"))
+                refused(load(to, data), DSOPT_ERR_MISMATCH, flags ? "weight|ROWS_ARE_INPUTS" : "weight|matrix blocks"))
                 << i << " into " << k;
             EXPECT_TRUE(same(to.text(), before));
         }

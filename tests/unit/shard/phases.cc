@@ -110,7 +110,9 @@ TEST(StepPhases, OfMuonSendMatrices) {
         desc.data = comm.get();
         Param matrix{Array(DSOPT_DTYPE_F32, 64, 1)};
         matrix.rows = matrix.cols = 8;
-        Trainer trainer(ctx, desc, make_group(DSOPT_ALGORITHM_MUON), std::vector<Param>{matrix});
+        dsopt_group group;
+        must(dsopt_group_init(&group, sizeof group, DSOPT_ALGORITHM_MUON));
+        Trainer trainer(ctx, desc, group, std::vector<Param>{matrix});
         must(trainer.step({Array(DSOPT_DTYPE_F32, 64, 1)}));
     });
     EXPECT_EQ(log.lines, Lines{"fold, agree (data), decide, update, matrices (data), finish"});
