@@ -14,7 +14,7 @@ struct DeviceOneBit {
     DevicePlan d;
     OneBitPlan onebit;
     Exchange exchange;
-    bool packs; // feed_also_packs()
+    bool packs;    // feed_also_packs()
     bool in_slice; // `d` has StepPlan::slice_jobs: arrays of the family are whole
     /// True if the bits of four neighbours of a tensor are in one byte, or there are no bits. In exchanges of compat
     /// mode a tensor may begin at any bit.

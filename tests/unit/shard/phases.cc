@@ -96,8 +96,9 @@ TEST(StepPhases, OfShardedStateAverageAndGather) {
         Trainer trainer(ctx, desc, make_group(DSOPT_ALGORITHM_LAMB), arrays());
         for (int step = 0; step < 2; ++step) must(trainer.step(arrays()));
     });
-    EXPECT_EQ(log.lines, Lines{"average (data), clear squares, inspect, complete squares (data), fold, agree (data), "
-                               "decide, clear sums, update, complete sums (data), trust, weights, finish, gather (data)"});
+    EXPECT_EQ(log.lines,
+              Lines{"average (data), clear squares, inspect, complete squares (data), fold, agree (data), "
+                    "decide, clear sums, update, complete sums (data), trust, weights, finish, gather (data)"});
 }
 
 TEST(StepPhases, OfMuonSendMatrices) {
