@@ -88,8 +88,8 @@ with tempfile.TemporaryDirectory() as name:
     expect("the CPU's registers need conversions", errors_of(folder, CODEC, cpu, *cpu_flags),
            r"(registers|tiles|kernels)\.(h|cc).*error")
     expect("the count of steps in compat mode needs a case",
-           errors_of(folder, CODEC, sources / "src/optimizer/plan.cc"),
-           r"plan\.cc:\d+:\d+: error: .*byte.*not handled")
+           errors_of(folder, CODEC, sources / "src/optimizer/plan_jobs.cc"),
+           r"plan_jobs\.cc:\d+:\d+: error: .*byte.*not handled")
     errors = errors_of(folder, CODEC, cuda, *cuda_flags)
     for function in CUDA:
         line = switch_of(function, sources / "cuda/vec.cuh")
