@@ -29,7 +29,7 @@ inline int timeout_of(const dsopt_comm_desc &desc) { return desc.timeout_ms == 0
 
 /// Returns the text of a time-out while waiting for other ranks.
 inline std::string ranks_are_missing(int ranks, int timeout_ms) {
-    return "not all of the " + std::to_string(ranks) + " ranks connected within " + std::to_string(timeout_ms) + " ms";
+    return "not all of the " + std::to_string(ranks) + " ranks arrived within " + std::to_string(timeout_ms) + " ms";
 }
 [[noreturn]] inline void throw_ranks_missing(int ranks, int timeout_ms) {
     throw Error(DSOPT_ERR_TIMEOUT, "%s", ranks_are_missing(ranks, timeout_ms).c_str());

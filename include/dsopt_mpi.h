@@ -77,7 +77,7 @@ static inline int dsopt_mpi_wait_(dsopt_mpi_ *self, MPI_Request *request, int st
         now = MPI_Wtime();
         if (__atomic_load_n(&self->aborted, __ATOMIC_ACQUIRE)) return dsopt_mpi_fail_(self, -DSOPT_ERR_ABORTED);
         if (self->timeout_ms >= 0 && (now - self->begin) * 1e3 >= self->timeout_ms) {
-            (void)snprintf(self->text, sizeof self->text, "not all ranks connected within %d ms", self->timeout_ms);
+            (void)snprintf(self->text, sizeof self->text, "not all ranks arrived within %d ms", self->timeout_ms);
             return dsopt_mpi_fail_(self, -DSOPT_ERR_TIMEOUT);
         }
         if (now - begin < 0.05)
