@@ -98,7 +98,8 @@ private:
     }
     /// True if the driver's next phase begins with a kernel, and not with a collective, a copy or a memset.
     bool is_followed_by_kernel(const PhaseRun &part) const {
-        return part.is_followed_by(Phase::onebit) && !plan_.onebit->has_peers && plan_.shards.exchanged == 0;
+        return part.is_followed_by(Phase::onebit) && !plan_.onebit->has_peers && !plan_.onebit->sharded &&
+               plan_.shards.exchanged == 0;
     }
 
     void launch(Phase phase, Tail tail, Next next) {

@@ -90,6 +90,7 @@ void reserve_onebit(const StepRun &run) {
     if (plan.has_peers)
         reserve_exchange(run.comms.data, run.comms.node, *plan.exchange->layout, plan.exchange->use,
                          run.plan.execution.stream);
+    if (plan.sharded) reserve_leaves(run);
     if (run.plan.shards.exchanged != 0) reserve_shards(run);
 }
 
