@@ -117,9 +117,9 @@ void Optimizer::finalize_groups() {
         registry.append([&](const Registry::Mark &) {
             Derived derived = derive(registry, desc_, *context_, data_rank(), comms().matrices());
             registry.add_optimizer_state(derived.onebit.get(), attachments_.scaler.get());
-            restore_contents(registry);
             if (derived.shards()) set_parts(*derived.parts, registry);
             matrix_scratch_.reserve(derived.sizes.matrix_scratch); // later `apply` allocates nothing
+            restore_contents(registry); // last: contents that were restored are not there for another attempt
             derived_ = std::move(derived);
         });
     });
@@ -167,7 +167,8 @@ void Optimizer::adopt(LoadedMetadata loaded, ReservedState reserved, FunctionRef
 }
 
 void Optimizer::accumulate(const dsopt_tensor *grads, int64_t count, void *stream) {
-    check_options<At::step>(facts_of(desc_) | Facts{facts::accumulated});
+    check_options<At::step>(
+        Facts{facts::accumulated}.add(facts::accumulate, (desc_.flags & DSOPT_OPTIMIZER_ACCUMULATE) != 0));
     check_length(grads, count, params().size(), "the list of gradients");
     for (size_t i = 0; i < params().size(); ++i)
         if (grads[i].data != nullptr) check_same_numel(grads[i], params()[i], "gradient of");

@@ -118,6 +118,24 @@ TEST(MatricesOfRanks, ApplyWithTheBitsOfSteps) {
         });
 }
 
+TEST(MatricesOfRanks, TakeAccumulatedGradients) {
+    with_ranks(2, [](int, const Context &context, const Comm &comm) {
+        dsopt_optimizer_desc desc = optimizer_desc(0, kSplit);
+        desc.data = comm.get();
+        ShardTraining training = training_of();
+        Scaler none;
+        Trainer plain = training.trainer(context, desc, none);
+        desc.flags |= DSOPT_OPTIMIZER_ACCUMULATE;
+        Trainer accumulating = training.trainer(context, desc, none);
+        const std::vector<Array> gradients = training.gradients(1);
+        ASSERT_OK(plain.step(gradients));
+        ASSERT_OK(accumulating.accumulate(gradients));
+        ASSERT_OK(accumulating.step_accumulated());
+        for (size_t t = 0; t < training.sizes.size(); ++t)
+            ASSERT_TRUE(same(plain.weight(t).text(), accumulating.weight(t).text())) << t;
+    });
+}
+
 // Tensors of matrices have one owner: the cost of their iterations is partitioned evenly.
 TEST(MatricesOfRanks, AreOwnedWhole) {
     with_ranks(3, [](int rank, const Context &context, const Comm &comm) {
