@@ -284,8 +284,8 @@ inline constexpr OptionRule kOptionRules[] = {
     {.at = At::param,
      .option = {apart},
      .excludes = {compat},
-     .text = "parameter '{name}' goes to group {number}, whose others do not stand before it: in compat mode the "
-             "parameters of a group follow one another"},
+     .text = "parameter '{name}' of group {number} must come directly after the other parameters of that group (compat "
+             "mode)"},
     // ---------------------------------------------------------------------------------------------------------- steps
     {.at = At::step,
      .option = {accumulated},

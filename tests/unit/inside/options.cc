@@ -341,8 +341,7 @@ std::vector<Case> param_cases(const Calls &calls) {
          param(kOneBit, flagged(DSOPT_PARAM_MASKED), calls.flags(DSOPT_OPTIMIZER_MOMENTUM_BITS))},
         {"parameter 'p0': the 1-bit family needs F32 weights or masters",
          param(kOneBit, typed(DSOPT_DTYPE_BF16), calls.flags(DSOPT_OPTIMIZER_NO_MASTER))},
-        {"parameter 'p2' goes to group 0, whose others do not stand before it: in compat mode the parameters of a "
-         "group follow one another",
+        {"parameter 'p2' of group 0 must come directly after the other parameters of that group (compat mode)",
          [&calls] {
              const std::vector<dsopt_group> two(2, group_of(kAdamW));
              return calls.groups(Calls::compat(), two, {}, [](dsopt_optimizer *optimizer) {

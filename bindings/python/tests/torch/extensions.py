@@ -33,11 +33,11 @@ def build(version, name):
         done = subprocess.run([sys.executable, "-c", PROGRAM, *BUILDERS[name][version]], env=environment,
                               stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                               timeout=1800, check=False)
-        said = done.stdout.strip().splitlines()[-1:]
+        last_line = done.stdout.strip().splitlines()[-1:]
     except subprocess.TimeoutExpired:
-        said = ["more than half an hour"]
+        last_line = ["more than half an hour"]
     if not os.path.exists(path(version, name)):
-        print("left out: the extension %s of DeepSpeed %s: %s" % (name, version, " ".join(said)))
+        print("left out: the extension %s of DeepSpeed %s: %s" % (name, version, " ".join(last_line)))
 
 
 if __name__ == "__main__":
