@@ -65,10 +65,16 @@ std::string to_text(const PhaseList &phases, const StepPlan &plan, const CommSet
     std::string text;
     for (const Phase phase : phases.all()) {
         const PhaseInfo &info = info_of(phase);
-        std::string ranks;
-        for (const auto &[name, mask, is_used] : with)
-            if (is_used && (info.ranks & mask)) ranks += (ranks.empty() ? "" : ", ") + std::string(name);
-        text += (text.empty() ? "" : ", ") + std::string(info.name) + (ranks.empty() ? "" : " (" + ranks + ")");
+        if (!text.empty()) text += ", ";
+        text += info.name;
+        const char *before = " (", *after = "";
+        for (const auto &[name, mask, is_used] : with) {
+            if (!is_used || !(info.ranks & mask)) continue;
+            text += before;
+            text += name;
+            before = ", ", after = ")";
+        }
+        text += after;
     }
     return text;
 }
