@@ -50,13 +50,9 @@ private:
             return;
         case Phase::begin_onebit: return onebit_->decide(OneBitDecision::begin);
         case Phase::update: return update();
-        case Phase::trust: return for_tensors([this](int64_t i) { find_trust(plan_, i, LeafFold()); });
+        case Phase::trust: return trust();
         case Phase::shared_trust: return for_tensors([this](int64_t i) { store_shared_trust_ratio(plan_, i); });
-        case Phase::weights:
-            if (is_skipped()) return;
-            return partition_.run([&](int64_t, const Span &span) {
-                if (is_reduced(*span.job, span.rule)) kernels_.update_weights(span);
-            });
+        case Phase::weights: return weights();
         case Phase::finish: return finish();
         default: return; // of the driver
         }
@@ -78,6 +74,15 @@ private:
                 kernels_.unchanged(span);
             else if (span.job->owner == Owner::update)
                 kernels_.update(span);
+        });
+    }
+    void trust() const {
+        for_tensors([this](int64_t i) { find_trust(plan_, i, LeafFold()); });
+    }
+    void weights() const {
+        if (is_skipped()) return;
+        partition_.run([this](int64_t, const Span &span) {
+            if (is_reduced(*span.job, span.rule)) kernels_.update_weights(span);
         });
     }
     void finish() const {

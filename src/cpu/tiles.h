@@ -135,25 +135,41 @@ inline void round_stochastically(float *p, uint64_t key, int64_t first, int64_t 
     for_random_rows(key, first, n, [&](int64_t i, uint32_t random) { p[i] = round_stochastic_bf16(p[i], random); });
 }
 
+// A case per format, and no visit_codec(): with it LAMB's step of small fp32 tensors takes 6 % longer.
 inline void load_moment(const Moment &moment, int64_t index, int64_t n, float *to) {
-    if (!has_scales(moment.format)) return load({moment.data, plain_dtype(moment.format)}, index, n, to);
-    visit_codec(moment.format, [&]<class Codec>(Codec) {
+    const auto load_codes = [&]<class Codec>(Codec) {
         load_stored_block<Codec>(element<uint8_t>(moment.data, index), moment.scale[index / kBlock], n, to);
-    });
+    };
+    switch (moment.format) {
+    case Format::f32:
+    case Format::f16:
+    case Format::bf16: return load({moment.data, Dtype(moment.format)}, index, n, to);
+    case Format::bf16_random: return load({moment.data, Dtype::bf16}, index, n, to);
+    case Format::e4m3: return load_codes(E4M3{});
+    case Format::q8: return load_codes(Q8{});
+    case Format::q8_squares: return load_codes(Q8Squares{});
+    }
 }
 /// `key`: of the random numbers, moment_key(). `first`: index of the array's first element in the whole tensor.
 inline void store_moment(const float *from, const Moment &moment, int64_t index, int64_t n, uint64_t key,
                          int64_t first) {
-    if (moment.format == Format::bf16_random) {
+    const auto store_codes = [&]<class Codec>(Codec) {
+        store_stored_block<Codec>(from, n, element<uint8_t>(moment.data, index), moment.scale + index / kBlock);
+    };
+    switch (moment.format) {
+    case Format::f32:
+    case Format::f16:
+    case Format::bf16: return store(from, {moment.data, Dtype(moment.format)}, index, n);
+    case Format::bf16_random: {
         auto *const to = element<uint16_t>(moment.data, index);
         return for_random_rows(key, first + index, n, [&](int64_t i, uint32_t random) {
             to[i] = uint16_t(bits_of(round_stochastic_bf16(from[i], random)) >> 16);
         });
     }
-    if (!has_scales(moment.format)) return store(from, {moment.data, plain_dtype(moment.format)}, index, n);
-    visit_codec(moment.format, [&]<class Codec>(Codec) {
-        store_stored_block<Codec>(from, n, element<uint8_t>(moment.data, index), moment.scale + index / kBlock);
-    });
+    case Format::e4m3: return store_codes(E4M3{});
+    case Format::q8: return store_codes(Q8{});
+    case Format::q8_squares: return store_codes(Q8Squares{});
+    }
 }
 
 /// Returns the tile as fp32: in place for fp32 arrays unless `private_copy`, else converted into `buffer`.

@@ -6,6 +6,8 @@
 #include "step/gather.h"
 #include "step/matrices.h"
 #include "step/onebit.h"
+#include <algorithm>
+#include <iterator>
 
 namespace dsopt {
 namespace {
@@ -33,9 +35,9 @@ constexpr DriverPhase kDriverPhases[] = {
 
 /// Returns NULL for a phase that runs on the device.
 const DriverPhase *driver_phase(Phase phase) {
-    for (const DriverPhase &each : kDriverPhases)
-        if (each.phase == phase) return &each;
-    return nullptr;
+    if (info_of(phase).on_device) return nullptr;
+    return std::find_if(std::begin(kDriverPhases), std::end(kDriverPhases),
+                        [&](const DriverPhase &each) { return each.phase == phase; });
 }
 constexpr bool has_all_driver_phases() {
     size_t found = 0, needed = 0;

@@ -6,7 +6,7 @@ usage: edit.py SOURCE OUTPUT
 
 RULE and the rule's own header (rules/ademamix.h) are all that such a rule needs: nothing in src/device, src/cpu, cuda,
 src/step, src/optimizer and src/checkpoint changes. FORMAT is all that such a format needs: its constants, the dtype of
-its codes, its codec and record, and the codec on vector registers. Fails if a line that is edited no longer exists.
+its codes, its codec and record, the codec on vector registers and its cases in tiles. Fails if a line that is edited no longer exists.
 """
 import pathlib
 import sys
@@ -106,6 +106,14 @@ FORMAT = {
     "codecs.h": [
         ("/// The position of a magnitude in a dynamic map, see position_in().\n",
          REGISTER_CODEC + "/// The position of a magnitude in a dynamic map, see position_in().\n"),
+    ],
+    "tiles.h": [
+        ("    case Format::q8_squares: return load_codes(Q8Squares{});\n",
+         "    case Format::q8_squares: return load_codes(Q8Squares{});\n"
+         "    case Format::e5m2: return load_codes(E5M2{});\n"),
+        ("    case Format::q8_squares: return store_codes(Q8Squares{});\n",
+         "    case Format::q8_squares: return store_codes(Q8Squares{});\n"
+         "    case Format::e5m2: return store_codes(E5M2{});\n"),
     ],
 }
 assert len(FORMAT) <= 5
