@@ -6,7 +6,8 @@ usage: edit.py SOURCE OUTPUT
 
 RULE and the rule's own header (rules/ademamix.h) are all that such a rule needs: nothing in src/device, src/cpu, cuda,
 src/step, src/optimizer and src/checkpoint changes. FORMAT is all that such a format needs: its constants, the dtype of
-its codes, its codec and record, the codec on vector registers and its cases in tiles. Fails if a line that is edited no longer exists.
+its codes, its codec and record, the codec on vector registers and its cases in tiles. Fails if a line that is edited no
+longer exists.
 """
 import pathlib
 import sys
