@@ -60,8 +60,8 @@ std::array<Word, kOptions> options_of(const Optimizer &optimizer) {
     const auto rounds_at_random = [](const dsopt_group &group) {
         return group.exp_avg_format == DSOPT_MOMENT_BF16_RANDOM || group.exp_avg_sq_format == DSOPT_MOMENT_BF16_RANDOM;
     };
-    const bool uses_seed = (desc.flags & DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING) != 0 ||
-                           std::any_of(optimizer.groups().begin(), optimizer.groups().end(), rounds_at_random);
+    bool uses_seed = (desc.flags & DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING) != 0;
+    for (const dsopt_group &group : optimizer.groups()) uses_seed = uses_seed || rounds_at_random(group);
     const ScalerRules rules = scaler ? scaler->rules() : ScalerRules{};
     return {pair_word("compat, nonfinite", desc.compat, desc.nonfinite),
             pair_word("masters, skip_budget", desc.masters, desc.skip_budget),

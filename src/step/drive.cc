@@ -6,7 +6,6 @@
 #include "step/gather.h"
 #include "step/matrices.h"
 #include "step/onebit.h"
-#include <algorithm>
 #include <iterator>
 
 namespace dsopt {
@@ -36,8 +35,9 @@ constexpr DriverPhase kDriverPhases[] = {
 /// Returns NULL for a phase that runs on the device.
 const DriverPhase *driver_phase(Phase phase) {
     if (info_of(phase).on_device) return nullptr;
-    return std::find_if(std::begin(kDriverPhases), std::end(kDriverPhases),
-                        [&](const DriverPhase &each) { return each.phase == phase; });
+    const DriverPhase *each = kDriverPhases;
+    while (each->phase != phase) ++each; // has_all_driver_phases()
+    return each;
 }
 constexpr bool has_all_driver_phases() {
     size_t found = 0, needed = 0;

@@ -50,8 +50,8 @@ PhaseList phases_of(const StepPlan &plan, const StepRows *rows, const CommSet &c
 
 std::string to_text(const PhaseList &phases, const StepPlan &plan, const CommSet &comms) {
     const auto has_ranks = [](const Comm *comm) { return comm != nullptr && comm->ranks() > 1; };
-    const bool experts = std::any_of(comms.experts, comms.experts + comms.expert_count,
-                                     [&](const std::shared_ptr<Comm> &comm) { return has_ranks(comm.get()); });
+    bool experts = false;
+    for (int32_t k = 0; k < comms.expert_count; ++k) experts = experts || has_ranks(comms.experts[k].get());
     const bool split = plan.matrices != nullptr && plan.matrices->places != nullptr;
     const struct {
         const char *name;
