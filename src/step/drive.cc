@@ -6,7 +6,6 @@
 #include "step/gather.h"
 #include "step/matrices.h"
 #include "step/onebit.h"
-#include <iterator>
 
 namespace dsopt {
 namespace {
@@ -40,10 +39,12 @@ const DriverPhase *driver_phase(Phase phase) {
     return each;
 }
 constexpr bool has_all_driver_phases() {
-    size_t found = 0, needed = 0;
-    for (const PhaseInfo &info : kPhases) needed += !info.on_device;
-    for (const DriverPhase &each : kDriverPhases) found += !info_of(each.phase).on_device;
-    return found == needed && needed == std::size(kDriverPhases);
+    for (const PhaseInfo &info : kPhases) {
+        size_t found = 0;
+        for (const DriverPhase &each : kDriverPhases) found += each.phase == info.phase;
+        if (found != (info.on_device ? 0 : 1)) return false;
+    }
+    return true;
 }
 static_assert(has_all_driver_phases());
 

@@ -68,55 +68,50 @@ TEST(StepPhases, AreNotLoggedBelowLevelTrace) {
     for (const std::string &line : log.lines) EXPECT_EQ(line.find("phases"), std::string::npos) << line;
 }
 
-TEST(StepPhases, OfTwoLevelOneBitAdamChangeAtTheFreeze) {
+/// Calls body(rank) on each rank of `nodes` nodes of `per_node` ranks, and returns the log of the first one.
+Lines phases_of_ranks(int per_node, int nodes, const std::function<void(const NodeRank &)> &body) {
     Log log;
-    with_nodes(
-        2, 2,
-        [&](const NodeRank &rank) {
-            dsopt_optimizer_desc desc = optimizer_desc(1);
-            desc.data = rank.data.get();
-            desc.node = rank.node.get();
-            Trainer trainer(rank.ctx, desc, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 2), arrays());
-            for (int step = 0; step < 4; ++step) must(trainer.step(arrays()));
-        },
-        [&](int rank) { return log.context(rank); });
-    EXPECT_EQ(log.lines, (Lines{"inspect, fold, agree (node, data), decide, update, finish, end 1-bit",
-                                "average (node, data), clear squares, inspect, complete squares (node, data), fold, "
-                                "agree (node, data), decide, 1-bit (node, data), update, finish, end 1-bit"}));
+    with_nodes(per_node, nodes, body, [&](int rank) { return log.context(rank); });
+    return log.lines;
+}
+
+TEST(StepPhases, OfTwoLevelOneBitAdamChangeAtTheFreeze) {
+    const Lines lines = phases_of_ranks(2, 2, [](const NodeRank &rank) {
+        dsopt_optimizer_desc desc = optimizer_desc(1);
+        desc.data = rank.data.get();
+        desc.node = rank.node.get();
+        Trainer trainer(rank.ctx, desc, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 2), arrays());
+        for (int step = 0; step < 4; ++step) must(trainer.step(arrays()));
+    });
+    EXPECT_EQ(lines, (Lines{"inspect, fold, agree (node, data), decide, update, finish, end 1-bit",
+                            "average (node, data), clear squares, inspect, complete squares (node, data), fold, "
+                            "agree (node, data), decide, 1-bit (node, data), update, finish, end 1-bit"}));
 }
 
 TEST(StepPhases, OfShardedStateAverageAndGather) {
-    Log log;
-    const CommId id = new_id();
-    run_ranks(2, [&](int rank) {
-        const Context ctx = log.context(rank);
-        const Comm comm = local_comm(ctx, id, rank, 2);
+    const Lines lines = phases_of_ranks(1, 2, [](const NodeRank &rank) {
         dsopt_optimizer_desc desc = optimizer_desc(1, DSOPT_OPTIMIZER_SHARD | DSOPT_OPTIMIZER_AVERAGES);
-        desc.data = comm.get();
-        Trainer trainer(ctx, desc, make_group(DSOPT_ALGORITHM_LAMB), arrays());
+        desc.data = rank.data.get();
+        Trainer trainer(rank.ctx, desc, make_group(DSOPT_ALGORITHM_LAMB), arrays());
         for (int step = 0; step < 2; ++step) must(trainer.step(arrays()));
     });
-    EXPECT_EQ(log.lines,
-              Lines{"average (data), clear squares, inspect, complete squares (data), fold, agree (data), "
-                    "decide, clear sums, update, complete sums (data), trust, weights, finish, gather (data)"});
+    EXPECT_EQ(lines,
+              Lines{"average (data), clear squares, inspect, complete squares (data), fold, agree (data), decide, "
+                    "clear sums, update, complete sums (data), trust, weights, finish, gather (data)"});
 }
 
 TEST(StepPhases, OfMuonSendMatrices) {
-    Log log;
-    const CommId id = new_id();
-    run_ranks(2, [&](int rank) {
-        const Context ctx = log.context(rank);
-        const Comm comm = local_comm(ctx, id, rank, 2);
+    const Lines lines = phases_of_ranks(1, 2, [](const NodeRank &rank) {
         dsopt_optimizer_desc desc = optimizer_desc(0, DSOPT_OPTIMIZER_SPLIT_MATRICES);
-        desc.data = comm.get();
+        desc.data = rank.data.get();
         Param matrix{Array(DSOPT_DTYPE_F32, 64, 1)};
         matrix.rows = matrix.cols = 8;
         dsopt_group group;
         must(dsopt_group_init(&group, sizeof group, DSOPT_ALGORITHM_MUON));
-        Trainer trainer(ctx, desc, group, std::vector<Param>{matrix});
+        Trainer trainer(rank.ctx, desc, group, std::vector<Param>{matrix});
         must(trainer.step({Array(DSOPT_DTYPE_F32, 64, 1)}));
     });
-    EXPECT_EQ(log.lines, Lines{"fold, agree (data), decide, update, matrices (data), finish"});
+    EXPECT_EQ(lines, Lines{"fold, agree (data), decide, update, matrices (data), finish"});
 }
 
 } // namespace shard_phases_tests
