@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "step/agree.h"
-#include "step/phases.h"
 #include <cmath>
 
 namespace dsopt {

@@ -6,6 +6,8 @@
 
 namespace dsopt {
 
+/// True if a comm has other ranks, with which steps agree.
+bool has_peers(const CommSet &comms);
 /// All-reduces the table of norms: experts' columns over the expert comms, then the whole table over the model ranks.
 /// The number of ranks with a reason to skip is part of the table, and is all-reduced over the data ranks, too. The
 /// table stays on the device if all comms can reduce there; otherwise it goes through StepRun::host_norms, and the host

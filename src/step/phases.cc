@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "step/phases.h"
 #include "device/onebit_plan.h"
+#include "step/agree.h"
 #include <algorithm>
 
 namespace dsopt {

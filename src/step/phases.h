@@ -29,6 +29,4 @@ PhaseList phases_of(const StepPlan &plan, const StepRows *rows, const CommSet &c
 /// Returns the names of the phases, in order, with the comms over which they communicate.
 std::string to_text(const PhaseList &phases, const StepPlan &plan, const CommSet &comms);
 
-bool has_peers(const CommSet &comms);
-
 } // namespace dsopt
