@@ -766,6 +766,11 @@ typedef struct dsopt_optimizer_desc {
      * family exchanges in two levels: in stages other than full a step averages the gradients inside the node and then
      * is a step with one rank per node. Ranks agree on skipping and norms over both comms. */
     dsopt_comm *node;
+    /** AVERAGES, SHARD, SHARD_NODE: gradients are averaged and weights are gathered in buckets: consecutive parameters,
+     * until they have at least this many elements. A multiple of 4096; 0 = one bucket. Buckets decide which part of a
+     * tensor a rank keeps, and do not change the bits of a result, except of means with PROVIDER_SUMS. A rank keeps at
+     * most one block of 4096 elements per bucket more than its share. Since: 0.3 */
+    int64_t bucket;
 } dsopt_optimizer_desc;
 
 /**

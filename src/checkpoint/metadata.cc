@@ -225,6 +225,7 @@ Metadata metadata_of(const Optimizer &optimizer, const std::string &save_id) {
     if (optimizer.onebit() != nullptr && !optimizer.compat()) metadata.emplace_back("layout", kVectorLayout);
     if (optimizer.shards()) {
         metadata.emplace_back("shard", sharding_name(optimizer.parts()->sharding()));
+        if (optimizer.desc().bucket != 0) metadata.emplace_back("bucket", to_text(optimizer.desc().bucket));
         metadata.emplace_back("save_id", save_id);
         for (size_t i = 0; i < optimizer.params().size(); ++i) {
             const Param &param = optimizer.params()[i];

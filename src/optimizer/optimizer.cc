@@ -30,6 +30,8 @@ Optimizer::Optimizer(std::shared_ptr<const Context> context, const dsopt_optimiz
     require_in(DSOPT_MASTERS_PER_TENSOR, DSOPT_MASTERS_REMAINDER, "dsopt_optimizer_desc.masters", desc.masters);
     check_max_norm(desc.max_norm, "dsopt_optimizer_desc.max_norm");
     check_max_value(desc.max_value, "dsopt_optimizer_desc.max_value");
+    require(desc.bucket >= 0 && desc.bucket % ListVector::kBlock == 0, "dsopt_optimizer_desc.bucket",
+            double(desc.bucket), "a multiple of 4096, not negative");
     require(desc.skip_budget >= 0, "dsopt_optimizer_desc.skip_budget", desc.skip_budget, "not negative");
     Facts all = facts_of(desc);
     all.add(facts::hysteresis, attachments_.scaler && attachments_.scaler->rules().hysteresis > 1);

@@ -53,7 +53,7 @@ Word pair_word(const char *names, int32_t first, int32_t second) {
 }
 
 /// Returns the other options of the whole optimizer that ranks compare.
-constexpr size_t kOptions = 10;
+constexpr size_t kOptions = 11;
 std::array<Word, kOptions> options_of(const Optimizer &optimizer) {
     const dsopt_optimizer_desc &desc = optimizer.desc();
     const Scaler *const scaler = optimizer.attachments().scaler.get();
@@ -67,6 +67,7 @@ std::array<Word, kOptions> options_of(const Optimizer &optimizer) {
             pair_word("masters, skip_budget", desc.masters, desc.skip_budget),
             real_word("max_norm", desc.max_norm),
             real_word("max_value", desc.max_value),
+            whole_word("bucket", uint64_t(desc.bucket)),
             whole_word("seed", uses_seed ? desc.seed : 0),
             pair_word("scaler, its flags", scaler != nullptr, int32_t(rules.flags)),
             real_word("scaler's factor", rules.factor),

@@ -31,17 +31,40 @@ std::vector<int> owners_of(const std::vector<Param> &params, bool shards, int co
     for (size_t k = 0; k < whole.size(); ++k) owners[whole[k]] = assigned[k];
     return owners;
 }
-/// Returns the vector of the tensors of one owner; -1: of those that no owner has as a whole.
-ListVector vector_of(const std::vector<Param> &params, const std::vector<int> &owners, int owner) {
+/// Returns the first parameter of each bucket, and the number of parameters. A bucket ends once it has `size` elements;
+/// 0: there is one bucket. Parameters with an owner have none in it.
+std::vector<size_t> buckets_of(const std::vector<Param> &params, const std::vector<int> &owners, int64_t size) {
+    std::vector<size_t> first{0};
+    int64_t numel = 0;
+    for (size_t i = 0; i < params.size(); ++i) {
+        if (size != 0 && numel >= size) {
+            first.push_back(i);
+            numel = 0;
+        }
+        if (owners[i] < 0) numel += params[i].numel;
+    }
+    first.push_back(params.size());
+    return first;
+}
+/// Returns the vector of consecutive tensors of one owner; -1: of those that no owner has as a whole.
+ListVector vector_of(const std::vector<Param> &params, const std::vector<int> &owners, int owner, size_t begin,
+                     size_t end) {
     std::vector<int64_t> numels;
-    for (size_t i = 0; i < params.size(); ++i) numels.push_back(owners[i] == owner ? params[i].numel : 0);
+    for (size_t i = begin; i < end; ++i) numels.push_back(owners[i] == owner ? params[i].numel : 0);
     return ListVector(numels);
 }
-std::vector<ListVector> owned_vectors(const std::vector<Param> &params, const std::vector<int> &owners, int count) {
-    std::vector<ListVector> vectors;
-    if (std::all_of(owners.begin(), owners.end(), [](int owner) { return owner < 0; })) return vectors;
-    for (int owner = 0; owner < count; ++owner) vectors.push_back(vector_of(params, owners, owner));
-    return vectors;
+/// Returns a section per bucket, and one with the tensors of `count` owners if there are any.
+std::vector<RowSection> sections_of(const std::vector<Param> &params, const std::vector<int> &owners,
+                                    const std::vector<size_t> &buckets, int count) {
+    std::vector<RowSection> sections;
+    for (size_t k = 0; k + 1 < buckets.size(); ++k)
+        sections.push_back({{vector_of(params, owners, -1, buckets[k], buckets[k + 1])}, buckets[k]});
+    if (std::all_of(owners.begin(), owners.end(), [](int owner) { return owner < 0; })) return sections;
+    std::vector<ListVector> owned;
+    for (int owner = 0; owner < count; ++owner)
+        owned.push_back(vector_of(params, owners, owner, 0, params.size()));
+    sections.push_back({std::move(owned), 0});
+    return sections;
 }
 bool any_averaged(const std::vector<Participation> &participation) {
     return std::any_of(participation.begin(), participation.end(),
@@ -80,7 +103,8 @@ RankParts::RankParts(const std::vector<Param> &params, const std::vector<Partici
     local_(local),
     sharding_(effective_sharding(desc, local)),
     owners_(owners_of(params, sharding_ != Sharding::none, owners())),
-    layout_(vector_of(params, owners_, -1), owned_vectors(params, owners_, owners()), local.ranks,
+    buckets_(buckets_of(params, owners_, desc.bucket)),
+    layout_(sections_of(params, owners_, buckets_, owners()), local.ranks,
             largest_element(params, any_averaged(participation)), on_host ? kHostStaging : kDeviceStaging) {
     const auto add_leaves = [&](LeafInterval &leaves, const Param &param, const Range &range) {
         if (range.numel == 0) return;
@@ -101,23 +125,35 @@ RankParts::RankParts(const std::vector<Param> &params, const std::vector<Partici
     }
 }
 
+int RankParts::bucket_of(size_t param) const {
+    return int(std::upper_bound(buckets_.begin(), buckets_.end() - 1, param) - buckets_.begin()) - 1;
+}
+Range RankParts::in_bucket(size_t param) const {
+    const RowSection &section = layout_.section(bucket_of(param));
+    return section.vectors[0].range(param - section.first);
+}
+std::pair<size_t, size_t> RankParts::bucket(size_t param) const {
+    const auto k = size_t(bucket_of(param));
+    return {buckets_[k], owners_[param] < 0 ? buckets_[k + 1] - buckets_[k] : 0};
+}
+
 Range RankParts::slice(size_t param) const {
-    const Range chunks = layout_.partition().chunks(local_.first_of_slice(), local_.nodes());
-    return part_of(layout_.vector().range(param), chunks);
+    const Range chunks = layout_.partition(bucket_of(param)).chunks(local_.first_of_slice(), local_.nodes());
+    return part_of(in_bucket(param), chunks);
 }
 
 Range RankParts::part(size_t param, int rank) const {
-    const Range tensor = layout_.vector().range(param);
+    const Range tensor = in_bucket(param);
     if (sharding_ == Sharding::none) return whole_range(tensor.numel);
     const int chunks = ranks_of_owner();
     if (owners_[param] >= 0) return {0, rank / chunks == owners_[param] ? numels_[param] : 0, numels_[param]};
-    return part_of(tensor, layout_.partition().chunks(rank / chunks * chunks, chunks));
+    return part_of(tensor, layout_.partition(bucket_of(param)).chunks(rank / chunks * chunks, chunks));
 }
 
 bool RankParts::is_split(size_t param) const {
-    const Range tensor = layout_.vector().range(param);
+    const Range tensor = in_bucket(param);
     if (sharding_ == Sharding::none || tensor.numel == 0) return false;
-    const int64_t size = layout_.partition().chunk_numel() * ranks_of_owner();
+    const int64_t size = layout_.partition(bucket_of(param)).chunk_numel() * ranks_of_owner();
     return tensor.begin / size != (tensor.end() - 1) / size;
 }
 

@@ -5,6 +5,7 @@
 #include "exchange/layout.h"
 #include "optimizer/participation.h"
 #include "step/rows.h"
+#include <utility>
 
 namespace dsopt {
 
@@ -23,9 +24,10 @@ std::vector<int> partition_by_cost(const std::vector<double> &costs, int count);
 /// Returns the vector of a list of parameters, none of which is whole on one rank.
 ListVector vector_of(const std::vector<Param> &params);
 
-/// This rank's parts of the parameters, and the rows in which ranks exchange parts. They follow from the list and the
-/// ranks. A part is one interval of the list's vector. Without sharded state every part is the whole parameter, and the
-/// rows are for means of gradients. Tensors of matrices are whole on one rank, and have no place in the vector.
+/// This rank's parts of the parameters, and the rows in which ranks exchange parts. They follow from the list, the ranks
+/// and the size of buckets. A bucket is a run of consecutive parameters; without a size there is one. A part is one
+/// interval of the vector of its bucket. Without sharded state every part is the whole parameter, and the rows are for
+/// means of gradients. Tensors of matrices are whole on one rank, and have no place in a vector.
 class RankParts {
 public:
     RankParts(const std::vector<Param> &params, const std::vector<Participation> &participation,
@@ -37,6 +39,10 @@ public:
     const Range &part(size_t param) const { return parts_[param]; }
     /// True if several ranks have parts of a parameter.
     bool is_split(size_t param) const;
+    /// Returns the bucket of a parameter: its first parameter and their number. The count is 0 for tensors that one rank
+    /// has as a whole.
+    std::pair<size_t, size_t> bucket(size_t param) const;
+    int buckets() const { return int(buckets_.size()) - 1; }
     /// Returns an interval with the leaves of this rank's parts, without those of whole tensors of matrices; and one
     /// with all of them, and leaves of other ranks between them.
     LeafInterval leaves() const { return leaves_; }
@@ -54,10 +60,15 @@ private:
     int owners() const { return sharding_ == Sharding::in_node ? local_.node_ranks : local_.ranks; }
     int ranks_of_owner() const { return sharding_ == Sharding::in_node ? local_.nodes() : 1; }
 
+    int bucket_of(size_t param) const;
+    /// Returns the range of a parameter in the vector of its bucket.
+    Range in_bucket(size_t param) const;
+
     const DataRank local_;
     const Sharding sharding_;
-    const std::vector<int> owners_; // of each parameter; -1: it is in the list's vector
-    const RowLayout layout_;
+    const std::vector<int> owners_;     // of each parameter; -1: it is in the vector of its bucket
+    const std::vector<size_t> buckets_; // the first parameter of each, and the number of parameters
+    const RowLayout layout_;            // sections: the buckets, then the tensors with an owner
     std::vector<int64_t> numels_; // of the parameters
     std::vector<Range> parts_;
     LeafInterval leaves_{0, 0}, inspected_leaves_{0, 0}, slice_leaves_{0, 0};

@@ -26,6 +26,7 @@ enum Fact : uint8_t {
     shard,
     shard_node,
     split_matrices,
+    bucket,
     // dsopt_group
     onebit_adam,
     zero_one_adam,
@@ -159,6 +160,7 @@ inline constexpr FactName kFactNames[] = {
     {shard, "DSOPT_OPTIMIZER_SHARD"},
     {shard_node, "DSOPT_OPTIMIZER_SHARD_NODE"},
     {split_matrices, "DSOPT_OPTIMIZER_SPLIT_MATRICES"},
+    {bucket, "dsopt_optimizer_desc.bucket"},
     {onebit_adam, "DSOPT_ALGORITHM_ONEBIT_ADAM"},
     {zero_one_adam, "DSOPT_ALGORITHM_ZERO_ONE_ADAM"},
     {onebit_lamb, "DSOPT_ALGORITHM_ONEBIT_LAMB"},

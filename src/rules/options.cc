@@ -60,7 +60,8 @@ Facts facts_of(const dsopt_optimizer_desc &desc) {
         .add(facts::momentum_bits, flag(DSOPT_OPTIMIZER_MOMENTUM_BITS))
         .add(facts::shard, flag(DSOPT_OPTIMIZER_SHARD))
         .add(facts::shard_node, flag(DSOPT_OPTIMIZER_SHARD_NODE))
-        .add(facts::split_matrices, flag(DSOPT_OPTIMIZER_SPLIT_MATRICES));
+        .add(facts::split_matrices, flag(DSOPT_OPTIMIZER_SPLIT_MATRICES))
+        .add(facts::bucket, desc.bucket != 0);
 }
 
 } // namespace dsopt

@@ -165,7 +165,10 @@ void average_gradients(const StepRun &run) {
     for (const dsopt_tensor *gradients : {rows.averaged_in_node, rows.averaged}) {
         if (gradients == nullptr) continue;
         const Averager averager(run, gradients, gradients == rows.averaged_in_node);
-        for (int64_t stripe = 0; stripe < rows.layout.stripes(); ++stripe) averager.average(stripe);
+        // Buckets become complete from the last one to the first, and a step without parts sends the same messages.
+        for (int section = rows.layout.sections(); section-- > 0;)
+            for (int64_t k = rows.layout.first_stripe(section); k < rows.layout.first_stripe(section + 1); ++k)
+                averager.average(k);
     }
 }
 

@@ -11,16 +11,11 @@ namespace dsopt {
 // in a row than in the vector.
 static_assert(ListVector::kAlignment % int64_t(kCacheLine) == 0);
 
-RowLayout::RowLayout(ListVector vector, std::vector<ListVector> owned, int ranks, int64_t element, int64_t capacity) :
-    vector_(std::move(vector)),
-    owned_(std::move(owned)),
-    partition_{vector_.blocks(), ranks},
+RowLayout::RowLayout(std::vector<RowSection> sections, int ranks, int64_t element, int64_t capacity) :
+    ranks_(ranks),
     element_(element) {
-    stripes_ = stripes_of(partition_.chunk_blocks(), capacity);
-    int64_t longest = 0;
-    for (const ListVector &vector : owned_)
-        longest = std::max(longest, VectorPartition{vector.blocks(), ranks / int(owned_.size())}.chunk_blocks());
-    owned_stripes_ = stripes_of(longest, capacity);
+    sections_.reserve(sections.size());
+    for (RowSection &section : sections) add(std::move(section), capacity);
     for (const int64_t stripe : stripes_with_most_pieces()) {
         int64_t pieces = 0;
         for (int row = 0; row < ranks; ++row)
@@ -30,31 +25,36 @@ RowLayout::RowLayout(ListVector vector, std::vector<ListVector> owned, int ranks
     }
 }
 
+void RowLayout::add(RowSection section, int64_t capacity) {
+    const int chunks = ranks_ / int(section.vectors.size());
+    int64_t longest = 0; // chunk, in blocks
+    for (const ListVector &vector : section.vectors)
+        longest = std::max(longest, VectorPartition{vector.blocks(), chunks}.chunk_blocks());
+    const int64_t fitting = capacity / (ranks_ * ListVector::kBlock * element_);
+    const int64_t blocks = std::clamp<int64_t>(fitting, 1, std::max<int64_t>(longest, 1));
+    max_blocks_ = std::max(max_blocks_, blocks);
+    sections_.push_back({std::move(section), stripes(), (longest + blocks - 1) / blocks, blocks});
+}
+
 /// Returns the stripes among which one has the most pieces: the first ones, and those in which a tensor begins. The pieces
 /// of any other stripe are of tensors that also have a piece in the stripe before. So the time does not depend on the
 /// sizes of tensors.
 std::vector<int64_t> RowLayout::stripes_with_most_pieces() const {
     std::vector<int64_t> found;
-    const auto add_vector = [&](const ListVector &vector, int chunks, const Stripes &part, int64_t first) {
-        const int64_t blocks = VectorPartition{vector.blocks(), chunks}.chunk_blocks();
-        if (blocks == 0) return;
-        found.push_back(first);
-        for (size_t i = 0; i < vector.tensors(); ++i)
-            if (vector.range(i).numel != 0)
-                found.push_back(first + vector.range(i).begin / ListVector::kBlock % blocks / part.blocks);
-    };
-    add_vector(vector_, partition_.ranks, stripes_, 0);
-    for (const ListVector &vector : owned_)
-        add_vector(vector, partition_.ranks / int(owned_.size()), owned_stripes_, stripes_.count);
+    for (const Section &section : sections_)
+        for (const ListVector &vector : section.vectors) {
+            const int64_t blocks =
+                VectorPartition{vector.blocks(), ranks_ / int(section.vectors.size())}.chunk_blocks();
+            if (blocks == 0) continue;
+            found.push_back(section.first_stripe);
+            for (size_t i = 0; i < vector.tensors(); ++i)
+                if (vector.range(i).numel != 0)
+                    found.push_back(section.first_stripe +
+                                    vector.range(i).begin / ListVector::kBlock % blocks / section.stripe_blocks);
+        }
     std::sort(found.begin(), found.end());
     found.erase(std::unique(found.begin(), found.end()), found.end());
     return found;
-}
-
-RowLayout::Stripes RowLayout::stripes_of(int64_t chunk_blocks, int64_t capacity) const {
-    const int64_t fitting = capacity / (ranks() * ListVector::kBlock * element_);
-    const int64_t blocks = std::clamp<int64_t>(fitting, 1, std::max<int64_t>(chunk_blocks, 1));
-    return {blocks, (chunk_blocks + blocks - 1) / blocks};
 }
 
 RowComms row_comms(Comm *data, Comm *node, Sharding sharding, bool has_slice_jobs) {

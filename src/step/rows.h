@@ -10,30 +10,42 @@
 
 namespace dsopt {
 
-/// Layout of messages. The list is a ListVector with one chunk per rank. A stripe is the same blocks of every chunk, and
-/// a row is the elements of one chunk in a stripe: in the order of the list, each tensor's piece begins at a multiple of
+/// Consecutive tensors of a list, in one vector; or those of a list that one rank has as a whole, in one vector per owner.
+/// Tensors that are in another section have no elements here.
+struct RowSection {
+    std::vector<ListVector> vectors;
+    size_t first; // index in the list of the vectors' first tensor
+};
+
+/// Layout of messages. The list is divided into sections, whose vectors have one chunk per rank: a section of one vector
+/// per owner has the ranks of each owner in turn. A stripe is the same blocks of every chunk of a section, and a row is
+/// the elements of one chunk in a stripe: in the order of the list, each tensor's piece begins at a multiple of
 /// kCacheLine bytes. Every row of a stripe has the length of the longest one, and gaps are zeros. Stripes bound the
 /// memory for rows, whatever the list.
-///
-/// Tensors that one rank has as a whole have no place in the list's vector. Those of one owner are a vector of their own,
-/// with one chunk per rank of the owner, and their stripes follow those of the list.
 class RowLayout {
 public:
-    /// `owned`: a vector per owner, in which other tensors have no elements; empty: there are no such tensors. `capacity`:
-    /// bytes of one row of every rank, unless a stripe of one block needs more. `element`: bytes of the largest element.
-    RowLayout(ListVector vector, std::vector<ListVector> owned, int ranks, int64_t element, int64_t capacity);
-    int ranks() const { return partition_.ranks; }
-    int64_t stripes() const { return stripes_.count + owned_stripes_.count; }
+    /// `capacity`: bytes of one row of every rank, unless a stripe of one block needs more. `element`: bytes of the
+    /// largest element.
+    RowLayout(std::vector<RowSection> sections, int ranks, int64_t element, int64_t capacity);
+    int ranks() const { return ranks_; }
+    int sections() const { return int(sections_.size()); }
+    const RowSection &section(int index) const { return sections_[size_t(index)]; }
+    /// Returns the partition of a vector of a section.
+    VectorPartition partition(int section, size_t vector = 0) const {
+        const Section &of = sections_[size_t(section)];
+        return {of.vectors[vector].blocks(), ranks_ / int(of.vectors.size())};
+    }
+    int64_t stripes() const { return sections_.empty() ? 0 : sections_.back().end(); }
+    /// Returns the first stripe of a section; of the section after the last one, the number of stripes.
+    int64_t first_stripe(int section) const {
+        return section < sections() ? sections_[size_t(section)].first_stripe : stripes();
+    }
     /// Returns the bytes of one of StepRows::staging.
     int64_t staging_bytes() const { return ranks() * max_row_bytes(); }
     /// Returns an upper bound of row_bytes().
-    int64_t max_row_bytes() const {
-        return std::max(stripes_.blocks, owned_stripes_.blocks) * ListVector::kBlock * element_;
-    }
+    int64_t max_row_bytes() const { return max_blocks_ * ListVector::kBlock * element_; }
     /// Returns the largest number of pieces of a stripe, in all rows together.
     int64_t max_pieces() const { return max_pieces_; }
-    const ListVector &vector() const { return vector_; }
-    const VectorPartition &partition() const { return partition_; }
 
     struct Piece {
         size_t tensor;
@@ -44,13 +56,12 @@ public:
     /// 0 for a tensor that is left out.
     template <class Size, class Visit>
     int64_t for_pieces(int64_t stripe, int row, const Size &size_of, const Visit &visit) const {
-        const bool owned = stripe >= stripes_.count;
-        const int chunks = owned ? partition_.ranks / int(owned_.size()) : partition_.ranks; // of the vector
-        const ListVector &vector = owned ? owned_[size_t(row / chunks)] : vector_;
-        const Stripes &stripes = owned ? owned_stripes_ : stripes_;
+        const Section &section = section_at(stripe);
+        const int chunks = ranks_ / int(section.vectors.size()); // of the vector
+        const ListVector &vector = section.vectors[size_t(row / chunks)];
         const int64_t blocks = VectorPartition{vector.blocks(), chunks}.chunk_blocks(),
-                      first = (owned ? stripe - stripes_.count : stripe) * stripes.blocks,
-                      count = std::max<int64_t>(std::min(stripes.blocks, blocks - first), 0);
+                      first = (stripe - section.first_stripe) * section.stripe_blocks,
+                      count = std::max<int64_t>(std::min(section.stripe_blocks, blocks - first), 0);
         const Range elements =
             intersection({(row % chunks * blocks + first) * ListVector::kBlock, count * ListVector::kBlock, 0},
                          whole_range(vector.numel()));
@@ -59,9 +70,9 @@ public:
             const Range tensor = vector.range(i);
             if (tensor.begin >= elements.end()) break;
             const Range range = part_of(tensor, elements);
-            const int64_t size = size_of(i);
+            const int64_t size = size_of(section.first + i);
             if (range.numel == 0 || size == 0) continue;
-            visit(Piece{i, range, bytes});
+            visit(Piece{section.first + i, range, bytes});
             bytes += round_up(range.numel * size, int64_t(kCacheLine));
         }
         return bytes;
@@ -75,17 +86,21 @@ public:
     }
 
 private:
-    struct Stripes {
-        int64_t blocks, count; // blocks of a chunk in one stripe, and number of stripes
+    struct Section : RowSection {
+        int64_t first_stripe, stripes, stripe_blocks; // stripe_blocks: of a chunk in one stripe
+        int64_t end() const { return first_stripe + stripes; }
     };
-    Stripes stripes_of(int64_t chunk_blocks, int64_t capacity) const;
+    const Section &section_at(int64_t stripe) const {
+        const auto after = [](int64_t index, const Section &section) { return index < section.end(); };
+        return *std::upper_bound(sections_.begin(), sections_.end(), stripe, after);
+    }
+    void add(RowSection section, int64_t capacity);
     std::vector<int64_t> stripes_with_most_pieces() const;
 
-    ListVector vector_;
-    std::vector<ListVector> owned_;
-    VectorPartition partition_;
-    int64_t element_, max_pieces_ = 0;
-    Stripes stripes_{}, owned_stripes_{};
+    const int ranks_;
+    const int64_t element_;
+    std::vector<Section> sections_;
+    int64_t max_blocks_ = 1, max_pieces_ = 0;
 };
 
 /// The parts that ranks keep of sharded state.

@@ -14,13 +14,15 @@ namespace test {
 struct Topology {
     int per_node, nodes;
     uint32_t flag = DSOPT_OPTIMIZER_SHARD;
+    int64_t bucket = 0;
     int ranks() const { return per_node * nodes; }
     std::string name() const {
         return std::to_string(nodes) + "x" + std::to_string(per_node) +
                (flag == DSOPT_OPTIMIZER_SHARD_NODE       ? "InNode"
                 : flag == DSOPT_OPTIMIZER_SPLIT_MATRICES ? "Split"
                 : flag == 0                              ? "Unsharded"
-                                                         : "");
+                                                         : "") +
+               (bucket != 0 ? "Bucket" + std::to_string(bucket) : "");
     }
     friend void PrintTo(const Topology &t, std::ostream *out) { *out << t.name(); }
 };
@@ -36,8 +38,13 @@ inline const std::vector<Topology> kTopologies = {{1, 1},
                                                   {2, 3},
                                                   {3, 1, DSOPT_OPTIMIZER_SHARD_NODE},
                                                   {2, 2, DSOPT_OPTIMIZER_SHARD_NODE},
-                                                  {3, 2, DSOPT_OPTIMIZER_SHARD_NODE}};
-inline const std::vector<Topology> kFewTopologies = {{1, 3}, {2, 2}, {2, 3, DSOPT_OPTIMIZER_SHARD_NODE}};
+                                                  {3, 2, DSOPT_OPTIMIZER_SHARD_NODE},
+                                                  {1, 3, DSOPT_OPTIMIZER_SHARD, 4096},
+                                                  {2, 2, DSOPT_OPTIMIZER_SHARD, 16384},
+                                                  {2, 2, DSOPT_OPTIMIZER_SHARD_NODE, 4096},
+                                                  {1, 2, DSOPT_OPTIMIZER_SHARD, int64_t(1) << 40}};
+inline const std::vector<Topology> kFewTopologies = {
+    {1, 3}, {2, 2}, {2, 3, DSOPT_OPTIMIZER_SHARD_NODE}, {1, 3, DSOPT_OPTIMIZER_SHARD, 8192}};
 
 /// Blocks that several tensors share, tensors of several blocks, an empty one, every edge of a leaf.
 inline const std::vector<int64_t> kShardSizes = {700, 1, 33, 0, 5000, 4096, 12345, 64, 4095, 9000, 4097};
@@ -185,6 +192,7 @@ inline void expect_bits_of_mean(const ShardTraining &training, const Topology &t
         Scaler scaler, one_scaler;
         Trainer whole = training.trainer(rank.ctx, desc, one_scaler);
         desc.flags |= int32_t(topology.flag) | DSOPT_OPTIMIZER_AVERAGES;
+        desc.bucket = topology.bucket;
         desc.data = rank.data.get();
         if (topology.per_node > 1) desc.node = rank.node.get();
         Trainer averages = training.trainer(rank.ctx, desc, scaler);
@@ -210,6 +218,7 @@ inline void expect_same_bits(
             Scaler scaler, one_scaler;
             Trainer whole = training.trainer(rank.ctx, desc, one_scaler);
             desc.flags |= int32_t(topology.flag);
+            desc.bucket = topology.bucket;
             desc.data = rank.data.get();
             if (topology.per_node > 1) desc.node = rank.node.get();
             Trainer sharded = training.trainer(rank.ctx, desc, scaler);

@@ -312,7 +312,7 @@ Base.@kwdef struct dsopt_param
 end
 
 Base.@kwdef struct dsopt_optimizer_desc
-    size::UInt64 = 96
+    size::UInt64 = 104
     compat::Int32 = 0
     flags::Int32 = 0
     nonfinite::Int32 = 0
@@ -327,6 +327,7 @@ Base.@kwdef struct dsopt_optimizer_desc
     skip_budget::Int32 = 0
     seed::UInt64 = 0
     node::Ptr{Cvoid} = C_NULL
+    bucket::Int64 = 0
 end
 
 Base.@kwdef struct dsopt_state_info
@@ -798,7 +799,7 @@ const LAYOUT = (
     (dsopt_context_info, 24, (0, 8, 12, 16, 20)),
     (dsopt_group, 224, (0, 8, 12, 16, 24, 32, 40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120, 128, 136, 144, 152, 160, 168, 176, 180, 184, 192, 200, 208, 212, 216, 220)),
     (dsopt_param, 80, (0, 24, 32, 40, 44, 48, 56, 60, 64, 72)),
-    (dsopt_optimizer_desc, 96, (0, 8, 12, 16, 20, 24, 32, 40, 48, 56, 64, 72, 76, 80, 88)),
+    (dsopt_optimizer_desc, 104, (0, 8, 12, 16, 20, 24, 32, 40, 48, 56, 64, 72, 76, 80, 88, 96)),
     (dsopt_state_info, 80, (0, 8, 16, 24, 48, 56, 60, 64, 72, 76)),
     (dsopt_step, 152, (0, 8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120, 128, 136, 140, 144)),
     (dsopt_schedule_info, 40, (0, 8, 12, 16, 20, 24, 28, 32, 36)),

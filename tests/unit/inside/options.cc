@@ -247,6 +247,12 @@ std::vector<Case> optimizer_cases(const Calls &calls) {
              return calls.optimizer([&](auto &desc) { Calls::compat()(desc), desc.scaler = scaler.get(); });
          }},
         {"SHARD and SHARD_NODE exclude one another", made(calls.flags(kShard | kInNode, true))},
+        {"dsopt_optimizer_desc.bucket has no effect without AVERAGES, SHARD or SHARD_NODE",
+         made([](auto &desc) { desc.bucket = 4096; })},
+        {"the originals have no buckets: dsopt_optimizer_desc.bucket is for standard mode", made([](auto &desc) {
+             Calls::compat(kShard)(desc);
+             desc.bucket = 4096;
+         })},
         {"the original's optimizers keep all state on every rank: SHARD is for standard mode",
          made(Calls::compat(kShard))},
         {"SHARD_NODE has no effect without dsopt_optimizer_desc.node", made(calls.flags(kInNode, true))},
@@ -296,6 +302,12 @@ std::vector<Case> group_cases(const Calls &calls) {
         {"0/1 Adam is not sharded", group(kZeroOne, {}, calls.flags(DSOPT_OPTIMIZER_SHARD, true))},
         {"the 1-bit family is sharded in its node: DSOPT_OPTIMIZER_SHARD_NODE",
          group(kOneBit, {}, calls.flags(DSOPT_OPTIMIZER_SHARD, true))},
+        {"the 1-bit family exchanges one vector: dsopt_optimizer_desc.bucket must be 0",
+         group(kOneBit, {},
+               [&calls](auto &desc) {
+                   calls.flags(DSOPT_OPTIMIZER_AVERAGES, true)(desc);
+                   desc.bucket = 4096;
+               })},
         {"DSOPT_OPTIMIZER_MOMENTUM_BITS is for 1-bit Adam", group(kZeroOne, {}, calls.flags(bits))},
         {"DSOPT_OPTIMIZER_MOMENTUM_BITS is for the 1-bit family, whose first group comes first",
          group(kAdamW, {}, calls.flags(bits))},

@@ -325,6 +325,7 @@ TEST_P(WarmShardedStep, AllocatesNothing) {
             training.scaled = true;
             Scaler scaler;
             dsopt_optimizer_desc desc = optimizer_desc(0.5, averages | GetParam().flag);
+            desc.bucket = GetParam().bucket;
             desc.masters = DSOPT_MASTERS_PER_TENSOR;
             desc.data = rank.data.get();
             if (GetParam().per_node > 1) desc.node = rank.node.get();

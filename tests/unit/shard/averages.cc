@@ -9,10 +9,12 @@ namespace shard_averages_tests {
 std::vector<Topology> all_topologies() {
     std::vector<Topology> list = kTopologies;
     for (const Topology &topology : kTopologies)
-        if (topology.flag == DSOPT_OPTIMIZER_SHARD) list.push_back({topology.per_node, topology.nodes, 0});
+        if (topology.flag == DSOPT_OPTIMIZER_SHARD)
+            list.push_back({topology.per_node, topology.nodes, 0, topology.bucket});
     return list;
 }
-const std::vector<Topology> kFew = {{1, 3}, {2, 2}, {2, 3, DSOPT_OPTIMIZER_SHARD_NODE}, {1, 3, 0}, {2, 3, 0}};
+const std::vector<Topology> kFew = {{1, 3},    {2, 2},    {2, 3, DSOPT_OPTIMIZER_SHARD_NODE},
+                                    {1, 3, 0}, {2, 3, 0}, {1, 3, 0, 4096}};
 
 class Averages : public testing::TestWithParam<Topology> {};
 INSTANTIATE_TEST_SUITE_P(, Averages, testing::ValuesIn(all_topologies()), topology_name);
@@ -57,6 +59,7 @@ TEST(AveragesOfAccumulators, AreOfWholeSums) {
         with_nodes(topology.per_node, topology.nodes, [&](const NodeRank &rank) {
             const ShardTraining training{.groups = {group_of(DSOPT_ALGORITHM_ADAMW)}};
             dsopt_optimizer_desc desc = optimizer_desc(0.5, DSOPT_OPTIMIZER_AVERAGES | topology.flag);
+            desc.bucket = topology.bucket;
             desc.data = rank.data.get();
             if (topology.per_node > 1) desc.node = rank.node.get();
             Scaler none;

@@ -174,6 +174,7 @@ TEST(Shard, AppliesWithTheBitsOfSteps) {
                                        .grad = DSOPT_DTYPE_BF16,
                                        .desc = optimizer_desc(0.5, topology.flag | averages),
                                        .absent = 6};
+                training.desc.bucket = topology.bucket;
                 training.desc.data = rank.data.get();
                 if (topology.per_node > 1) training.desc.node = rank.node.get();
                 Scaler none;

@@ -10,8 +10,17 @@ using namespace test;
 namespace shard_files_tests {
 
 /// Ranks and options of a run. Without a flag state is not sharded.
-const std::vector<Topology> kRuns = {
-    {1, 1, 0}, {1, 1}, {1, 2}, {1, 3}, {1, 5}, {2, 2}, {3, 2}, {2, 2, DSOPT_OPTIMIZER_SHARD_NODE}, {1, 3, 0}};
+const std::vector<Topology> kRuns = {{1, 1, 0},
+                                     {1, 1},
+                                     {1, 2},
+                                     {1, 3},
+                                     {1, 5},
+                                     {2, 2},
+                                     {3, 2},
+                                     {2, 2, DSOPT_OPTIMIZER_SHARD_NODE},
+                                     {1, 3, 0},
+                                     {1, 3, DSOPT_OPTIMIZER_SHARD, 4096},
+                                     {2, 2, DSOPT_OPTIMIZER_SHARD_NODE, 8192}};
 
 /// The files of all ranks after some steps, and the training on one rank that they belong to.
 struct Saved {
@@ -26,6 +35,7 @@ struct Saved {
 dsopt_optimizer_desc desc_of(const ShardTraining &training, const Topology &topology, const NodeRank &rank) {
     dsopt_optimizer_desc desc = training.desc;
     desc.flags |= int32_t(topology.flag);
+    desc.bucket = topology.bucket;
     desc.data = rank.data.get();
     if (topology.per_node > 1) desc.node = rank.node.get();
     return desc;

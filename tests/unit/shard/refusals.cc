@@ -188,6 +188,7 @@ TEST(ShardQuery, GivesPartsThatTile) {
     for (const Topology &topology : kTopologies)
         with_nodes(topology.per_node, topology.nodes, [&](const NodeRank &rank) {
             dsopt_optimizer_desc desc = optimizer_desc(0, topology.flag);
+            desc.bucket = topology.bucket;
             desc.data = rank.data.get();
             desc.node = rank.node.get();
             const ShardTraining training{.groups = {group_of(DSOPT_ALGORITHM_ADAMW)}};

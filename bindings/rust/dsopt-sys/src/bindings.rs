@@ -466,8 +466,9 @@ pub struct dsopt_optimizer_desc {
     pub skip_budget: i32,
     pub seed: u64,
     pub node: *mut dsopt_comm,
+    pub bucket: i64,
 }
-const _: () = assert!(std::mem::size_of::<dsopt_optimizer_desc>() == 96);
+const _: () = assert!(std::mem::size_of::<dsopt_optimizer_desc>() == 104);
 
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]

@@ -114,7 +114,7 @@ fn layout_of_param() {
 
 #[test]
 fn layout_of_optimizer_desc() {
-    assert_eq!(size_of::<dsopt_optimizer_desc>(), 96);
+    assert_eq!(size_of::<dsopt_optimizer_desc>(), 104);
     assert_eq!(field!(dsopt_optimizer_desc, size), (0, 8));
     assert_eq!(field!(dsopt_optimizer_desc, compat), (8, 4));
     assert_eq!(field!(dsopt_optimizer_desc, flags), (12, 4));
@@ -130,6 +130,7 @@ fn layout_of_optimizer_desc() {
     assert_eq!(field!(dsopt_optimizer_desc, skip_budget), (76, 4));
     assert_eq!(field!(dsopt_optimizer_desc, seed), (80, 8));
     assert_eq!(field!(dsopt_optimizer_desc, node), (88, 8));
+    assert_eq!(field!(dsopt_optimizer_desc, bucket), (96, 8));
 }
 
 #[test]
