@@ -11,9 +11,9 @@ enum class Tail : uint8_t { none, fold, fold_and_decide, trust, finish };
 /// Passed by value to every kernel. The pointers of `plan` are device pointers here.
 struct DevicePlan {
     StepPlan plan;
-    uint32_t leaves; // that kernels visit, from `first_leaf` on
-    uint32_t first_leaf;
-    const int32_t *tensor_of_leaf; // of all leaves
+    uint32_t leaves; // that kernels visit, from `first_position` on
+    uint32_t first_position;
+    const int32_t *tensor_of_leaf; // by position: TensorJob::position
     // One entry per tensor.
     const int32_t *tensor_leaves; // number of leaves; neighbouring threads read neighbouring words (coalesced)
     double *tensor_squares;

@@ -56,10 +56,10 @@ template <bool Parts> __device__ inline void fold_on_block(const DevicePlan &d) 
 __global__ void __launch_bounds__(kThreads, 4) inspect_kernel(GRID_CONSTANT const PdlArgument<DevicePlan> argument) {
     const DevicePlan &d = argument.begin_kernel();
     const StepPlan &plan = d.plan;
-    for_leaves_by_warp(d, {&plan.control->inspect.distributed}, [&](uint32_t leaf, int32_t tensor) INLINED {
+    for_leaves_by_warp(d, {&plan.control->inspect.distributed}, [&](uint32_t position, int32_t tensor) INLINED {
         const TensorJob &job = plan.jobs[tensor];
-        const auto [begin, n] = Leaf(job, leaf); // n <= 0 behind the range
-        if (begin < 0) return;                   // before the range: another rank's leaf
+        const Leaf where(job, position);
+        const auto [begin, n] = where;
         const bool lead = threadIdx.x % 32 == 0, alone = job.leaves.count() == 1 && d.tail != Tail::none;
         if (lead && begin == 0) d.tensor_cell[tensor] = is_inspected(job) ? int32_t(norm_cell(plan.norms, job)) : -1;
         if (!is_inspected(job)) {
@@ -75,6 +75,7 @@ __global__ void __launch_bounds__(kThreads, 4) inspect_kernel(GRID_CONSTANT cons
             if (read == 0 && !is_finite(squares)) bad = leaf_nonfinite(job.grad(), begin, n);
         }
         if (lead) {
+            const int64_t leaf = leaf_index(job, where);
             if (alone)
                 d.tensor_squares[tensor] = squares;
             else

@@ -296,11 +296,11 @@ __global__ void __launch_bounds__(kThreads)
     momentum_squares_kernel(GRID_CONSTANT const PdlArgument<DeviceOneBit> argument) {
     const DeviceOneBit &b = argument.begin_kernel();
     if (skipped(b.d) || has_momentum_scaling(b.onebit)) return;
-    for_leaves_by_warp(b.d, {nullptr}, [&](uint32_t leaf, int32_t tensor) INLINED {
+    for_leaves_by_warp(b.d, {nullptr}, [&](uint32_t position, int32_t tensor) INLINED {
         const TensorJob &job = b.d.plan.jobs[tensor];
-        const Leaf where(job, leaf);
+        const Leaf where(job, position);
         const double squares = leaf_squares(job.moment(0), where.begin, where.n);
-        if (threadIdx.x % 32 == 0) b.d.plan.leaf.sums_a[leaf] = squares;
+        if (threadIdx.x % 32 == 0) b.d.plan.leaf.sums_a[leaf_index(job, where)] = squares;
     });
 }
 __global__ void __launch_bounds__(kThreads, 1)
@@ -347,11 +347,11 @@ __global__ void __launch_bounds__(kThreads)
 /// Finds the elements whose variance is not 0. Runs in standard mode, after an update of the variance.
 __global__ void __launch_bounds__(kThreads) find_active_kernel(GRID_CONSTANT const PdlArgument<DeviceOneBit> argument) {
     const DeviceOneBit &b = argument.begin_kernel();
-    for_leaves_by_block(b.d, [&](uint32_t leaf, int32_t tensor) INLINED {
+    for_leaves_by_block(b.d, [&](uint32_t position, int32_t tensor) INLINED {
         const TensorJob &job = b.d.plan.jobs[tensor];
         const OneBitJob &onebit_job = b.onebit.jobs[tensor];
         const int64_t first_element = index_in(b.exchange.mean, job, onebit_job);
-        const Leaf where(job, leaf);
+        const Leaf where(job, position);
         if (onebit_job.worker < 0) return;
         for (int first = int(threadIdx.x) / 32 * 32; first < where.n; first += kThreads) {
             const int i = first + int(threadIdx.x % 32);
@@ -367,10 +367,10 @@ __global__ void __launch_bounds__(kThreads)
     freeze_kernel(GRID_CONSTANT const PdlArgument<DeviceOneBit> argument, const bool copies_variance) {
     const DeviceOneBit &b = argument.begin_kernel();
     if (!freezes(b.onebit, skipped(b.d))) return;
-    for_leaves_by_block(b.d, [&](uint32_t leaf, int32_t tensor) INLINED {
+    for_leaves_by_block(b.d, [&](uint32_t position, int32_t tensor) INLINED {
         const TensorJob &job = b.d.plan.jobs[tensor];
         const OneBitJob &onebit_job = b.onebit.jobs[tensor];
-        const Leaf where(job, leaf);
+        const Leaf where(job, position);
         const bool aligned =
             all_aligned(job.data[kWeight], job.data[kMoment + 1], onebit_job.fresh_variance, onebit_job.anchor);
         for_packs(where.n, aligned, [&]<int V>(Width<V>, int offset) INLINED {

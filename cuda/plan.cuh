@@ -36,18 +36,23 @@ struct Leaf {
     __device__ __forceinline__ Leaf(int64_t numel, int64_t index) :
         begin(index * kLeaf),
         n(int(numel - begin < kLeaf ? numel - begin : kLeaf)) {}
-    __device__ __forceinline__ Leaf(const TensorJob &job, uint32_t leaf) :
-        Leaf(job.range.numel, leaf - job.first_leaf) {}
+    __device__ __forceinline__ Leaf(const TensorJob &job, uint32_t position) :
+        Leaf(job.range.numel, int64_t(int32_t(position) - job.position)) {}
 };
+/// Returns the index of a leaf of the range among the leaves of all tensors. It is computed again where it is needed,
+/// which saves a register in the loop of a step.
+__device__ __forceinline__ int64_t leaf_index(const TensorJob &job, const Leaf &where) {
+    return job.first_leaf + where.begin / kLeaf;
+}
 
-/// Calls body(leaf, tensor) for every gridDim.x-th leaf, in a block. The tensor of the next leaf is loaded in advance.
+/// Calls body(position, tensor) for every gridDim.x-th leaf, in a block. The tensor of the next leaf is loaded in advance.
 template <class Body> __device__ __forceinline__ void for_leaves_by_block(const DevicePlan &d, const Body &body) {
-    const int32_t *const tensor_of = d.tensor_of_leaf + d.first_leaf;
+    const int32_t *const tensor_of = d.tensor_of_leaf + d.first_position;
     int32_t next = blockIdx.x < d.leaves ? tensor_of[blockIdx.x] : 0;
     for (uint32_t leaf = blockIdx.x; leaf < d.leaves; leaf += gridDim.x) {
         const int32_t tensor = next;
         if (leaf + gridDim.x < d.leaves) next = tensor_of[leaf + gridDim.x];
-        body(d.first_leaf + leaf, tensor);
+        body(d.first_position + leaf, tensor);
     }
 }
 
@@ -62,21 +67,21 @@ struct LeafDistribution {
     }
 };
 
-/// Calls body(leaf, tensor) for the leaves of a warp, distributed dynamically. During a call, the tensor of the next
+/// Calls body(position, tensor) for the leaves of a warp, distributed dynamically. During a call, the tensor of the next
 /// leaf and the index of the leaf after it are being loaded.
 template <class Body>
 __device__ __forceinline__ void for_leaves_by_warp(const DevicePlan &d, const LeafDistribution &distribution,
                                                    const Body &body) {
     const uint32_t warps = gridDim.x * kWarps, first = blockIdx.x * kWarps + threadIdx.x / 32;
     const auto tensor_of = [&](uint32_t leaf)
-                               INLINED { return leaf < d.leaves ? d.tensor_of_leaf[d.first_leaf + leaf] : 0; };
+                               INLINED { return leaf < d.leaves ? d.tensor_of_leaf[d.first_position + leaf] : 0; };
     uint32_t leaf = first, next = first + warps;
     int32_t tensor = tensor_of(leaf);
     while (leaf < d.leaves) {
         const int32_t next_tensor = tensor_of(next);
         const uint32_t after_next =
             threadIdx.x % 32 == 0 && next < d.leaves ? distribution.after(next, warps, 2) : UINT32_MAX;
-        body(d.first_leaf + leaf, tensor);
+        body(d.first_position + leaf, tensor);
         leaf = next;
         tensor = next_tensor;
         next = __shfl_sync(0xffffffffu, after_next, 0);

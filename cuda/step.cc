@@ -18,15 +18,10 @@ public:
         const bool in_capture = capturing(launcher.stream);
         if (plan.onebit != nullptr && in_capture)
             throw Error(DSOPT_ERR_STATE, "the host chooses the stage of a 1-bit step: it cannot be captured");
-        // 2^31 leaves are 2^43 elements: more than any device holds.
-        if (shape.leaves > INT32_MAX)
-            throw Error(DSOPT_ERR_SHAPE, "the list has %lld leaves, more than 2^31",
-                        static_cast<long long>(shape.leaves));
         const DeviceWorkspace device_workspace(plan.execution.device_workspace, shape);
         table_.emplace(upload_table(plan, device_workspace, launcher));
         d_ = {.plan = plan,
-              .leaves = uint32_t(plan.visited.count),
-              .first_leaf = uint32_t(plan.visited.first),
+              .leaves = uint32_t(plan.visited),
               .tensor_of_leaf = device_workspace.map.tensor_of_leaf,
               .tensor_leaves = device_workspace.map.tensor_leaves,
               .tensor_squares = device_workspace.squares,
@@ -37,9 +32,11 @@ public:
         d_.plan.jobs = table_->jobs;
         d_.plan.groups = table_->groups;
         inspected_ = d_;
-        inspected_.leaves = uint32_t(plan.slice_visited.count);
-        inspected_.first_leaf = uint32_t(plan.slice_visited.first);
-        if (plan.slice_jobs != nullptr) inspected_.plan.jobs = table_->slice_jobs;
+        inspected_.leaves = uint32_t(plan.inspected);
+        if (plan.slice_jobs != nullptr) {
+            inspected_.plan.jobs = table_->slice_jobs;
+            inspected_.tensor_of_leaf = device_workspace.slice_map;
+        }
         layout_ = device_workspace.layout;
         if (plan.execution.timing && plan.execution.cache != nullptr && !in_capture) {
             marks_ = &static_cast<Cache *>(plan.execution.cache)->marks;

@@ -7,16 +7,17 @@
 
 namespace dsopt::gpu {
 
-/// Map from leaves to their tensors, and the leaf counts of tensors.
+/// Map from the leaves that a rank visits to their tensors, and the leaf counts of tensors.
 struct LeafMap {
-    int32_t *tensor_of_leaf;
-    int32_t *tensor_leaves; // number of leaves of each tensor
+    int32_t *tensor_of_leaf; // by position
+    int32_t *tensor_leaves;  // number of leaves of each tensor
 };
 
 /// Arrays in Execution::device_workspace.
 struct DeviceWorkspace {
     char *table;
     LeafMap map;
+    int32_t *slice_map;        // LeafMap::tensor_of_leaf of StepPlan::slice_jobs
     double *squares, *updates; // one per tensor
     int32_t *cell;             // one per tensor
     char *layout;              // the block of an exchange's layout
@@ -28,6 +29,7 @@ struct DeviceWorkspace {
         arena.take_bytes(table, shape.table_bytes);
         arena.take(map.tensor_of_leaf, shape.leaves);
         arena.take(map.tensor_leaves, shape.tensors);
+        arena.take(slice_map, shape.has_slice_jobs ? shape.leaves : 0);
         arena.take(squares, shape.tensors);
         arena.take(updates, shape.tensors);
         arena.take(cell, shape.tensors);
@@ -80,7 +82,8 @@ struct Patch {
     int32_t count;
 };
 void patch_words(uint64_t *table, const Patch &patch, const Launcher &launcher);
-/// Makes the map. Sets the cell of tensors without elements to -1 (none), because no other kernel visits them.
+/// Makes the map; without tensor_leaves, only the rest. With it, sets the cell of tensors without elements to -1 (none),
+/// because no other kernel visits them.
 void map_leaves(const TensorJob *jobs, const LeafMap &map, int32_t *cell, int64_t count, const Launcher &launcher);
 
 /// The table that the steps of one optimizer read, and the host's copy of its contents. The table is in separate
@@ -88,6 +91,7 @@ void map_leaves(const TensorJob *jobs, const LeafMap &map, int32_t *cell, int64_
 class Cache final : public StepCache {
 public:
     const void *workspace = nullptr; // the workspace whose map and layout are written
+    const void *slice_map = nullptr; // the map of slice jobs that is written
     Marks marks;
 
     explicit Cache(const Gpu &gpu) : marks(gpu), gpu_(gpu) {}
@@ -157,6 +161,10 @@ inline StepTable upload_table(const StepPlan &plan, const DeviceWorkspace &devic
     else
         launcher.upload(table, image, bytes);
     const StepTable on_device(table, shape);
+    if (plan.slice_jobs != nullptr && (cache == nullptr || cache->slice_map != device_workspace.slice_map)) {
+        map_leaves(on_device.slice_jobs, {device_workspace.slice_map, nullptr}, nullptr, plan.count, launcher);
+        if (cache != nullptr) cache->slice_map = device_workspace.slice_map;
+    }
     if (!is_new) return on_device;
     map_leaves(on_device.jobs, device_workspace.map, device_workspace.cell, plan.count, launcher);
     if (const OwnedLayout *const layout = shape.exchange; layout != nullptr)

@@ -94,8 +94,9 @@ __device__ __forceinline__ void find_layout(SharedTensor &s) {
     s.formats = formats_of(s.job);
 }
 
-__device__ __forceinline__ uint32_t leaf_at(const DevicePlan &d, uint32_t position) {
-    return d.first_leaf + (d.backwards ? d.leaves - 1 - position : position);
+/// Returns the position of the index-th leaf of a pass.
+__device__ __forceinline__ uint32_t position_at(const DevicePlan &d, uint32_t index) {
+    return d.first_position + (d.backwards ? d.leaves - 1 - index : index);
 }
 
 /// Calls body(where) for this block's leaves, distributed dynamically, with the tensor's job and scalars in `s`. For a
@@ -111,8 +112,8 @@ __device__ __forceinline__ void for_shared_leaves(const DevicePlan &d, const Lea
             copy_async(ahead.job + word, reinterpret_cast<const uint64_t *>(d.plan.jobs + tensor) + word);
     };
     const auto load_tensor = [&](unsigned round) INLINED {
-        const uint32_t position = ahead.leaf[round % rounds];
-        if (position < d.leaves) copy_async(&ahead.tensor[round % rounds], d.tensor_of_leaf + leaf_at(d, position));
+        const uint32_t index = ahead.leaf[round % rounds];
+        if (index < d.leaves) copy_async(&ahead.tensor[round % rounds], d.tensor_of_leaf + position_at(d, index));
     };
     if (threadIdx.x == 0) {
         s.tensor = s.group = -1, s.step = -1, s.trust = 1;
@@ -125,7 +126,7 @@ __device__ __forceinline__ void for_shared_leaves(const DevicePlan &d, const Lea
     if (ahead.leaf[0] < d.leaves) copy_job(ahead.tensor[0]);
     wait_for_copies();
     for (unsigned round = 0; ahead.leaf[round % rounds] < d.leaves; ++round) {
-        const uint32_t leaf = leaf_at(d, ahead.leaf[round % rounds]);
+        const uint32_t position = position_at(d, ahead.leaf[round % rounds]);
         const int32_t tensor = ahead.tensor[round % rounds];
         if (tensor != s.tensor) {
             __syncthreads(); // all threads have compared, and the copies of warp 0 are complete
@@ -153,7 +154,7 @@ __device__ __forceinline__ void for_shared_leaves(const DevicePlan &d, const Lea
             if (ahead.leaf[(round + 1) % rounds] < d.leaves && ahead.tensor[(round + 1) % rounds] != tensor)
                 copy_job(ahead.tensor[(round + 1) % rounds]);
         }
-        body(Leaf(s.job, leaf));
+        body(Leaf(s.job, position));
         if (threadIdx.x == 0) ahead.leaf[(round + 3) % rounds] = new_leaf;
         wait_for_copies();
         __syncthreads();
@@ -225,12 +226,6 @@ __device__ __forceinline__ void store_weights(const StepPlan &plan, const Shared
     if (job.copy()) store(p, slots.copy(), i);
     if (job.out()) store(plan.flags & DSOPT_STEP_DELTA ? p - old : p, slots.out(), i);
     if (job.zeroes) store(Pack<V>{}, slots.grad(), i);
-}
-
-/// Returns the index of a leaf among the leaves of all tensors. It is computed again where it is needed, which saves a
-/// register in the loop of a step.
-__device__ __forceinline__ int64_t leaf_index(const TensorJob &job, const Leaf &where) {
-    return job.first_leaf + where.begin / kLeaf;
 }
 
 /// Stores both sums of a leaf. The tiles may be overwritten after the call.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Copies words from kernel arguments to device memory, and computes the map from leaves to tensors.
+// Copies words from kernel arguments to device memory, and computes the maps from leaves to tensors.
 #include "kernels.h"
 #include "table.h"
 #include "vec.cuh"
@@ -22,9 +22,9 @@ __global__ void __launch_bounds__(kThreads)
     map_kernel(const PdlArgument<const TensorJob *> argument, const LeafMap map, int32_t *cell, const int64_t count) {
     const TensorJob *const jobs = argument.begin_kernel();
     for (int64_t i = blockIdx.x; i < count; i += gridDim.x) {
-        for (int64_t leaf = threadIdx.x; leaf < jobs[i].leaves.count(); leaf += kThreads)
-            map.tensor_of_leaf[jobs[i].leaves.first + leaf] = int32_t(i);
-        if (threadIdx.x != 0) continue;
+        for (int64_t leaf = threadIdx.x; leaf < leaves_of(jobs[i].range.numel); leaf += kThreads)
+            map.tensor_of_leaf[jobs[i].position + leaf] = int32_t(i);
+        if (threadIdx.x != 0 || map.tensor_leaves == nullptr) continue;
         map.tensor_leaves[i] = int32_t(jobs[i].leaves.count());
         if (jobs[i].leaves.numel == 0) cell[i] = -1;
     }

@@ -65,7 +65,8 @@ struct TensorJob {
     // Kernels process the range, which begins at a leaf of the registered tensor, and sums are folded over all leaves
     // of that tensor. The range is the whole tensor unless other ranks have the other elements, because state is sharded.
     Range range;         // elements of the registered tensor that are in `data`
-    int64_t first_leaf;  // index of the range's first leaf
+    int32_t first_leaf;  // index of the range's first leaf
+    int32_t position;    // of that leaf among the leaves that passes of this rank visit
     TensorLeaves leaves; // of the registered tensor
     int32_t group;
     int32_t expert;     // 0 = dense
@@ -253,11 +254,6 @@ struct LeafResults {
     double *sums_a, *sums_b;
     int64_t *bad; // number of non-finite elements, plus 2^32 times the number of NaNs
 };
-/// Consecutive leaves among the leaves of all tensors.
-struct LeafInterval {
-    int64_t first, count;
-};
-
 /// Everything that the kernels of one step need; owns nothing. `jobs` and `groups` are in host memory (StepTable),
 /// everything else is in backend memory.
 struct StepPlan {
@@ -287,9 +283,9 @@ struct StepPlan {
     double *divisors; // one per group
     NormTable norms;
     LeafResults leaf;
-    /// The leaves of the ranges of `jobs`, without those of matrices in sharded state, which only their own passes visit;
-    /// and the leaves that pass 1 and OneBitPass::feed visit, with leaves of other ranks between them.
-    LeafInterval visited, slice_visited;
+    /// Number of leaves of the ranges of `jobs`, without those of matrices in sharded state, which come last and which only
+    /// their own passes and pass 1 visit; and number of the leaves that pass 1 and OneBitPass::feed visit.
+    int64_t visited, inspected;
     ShardTable shards;
 };
 

@@ -45,6 +45,9 @@ StepPlan make_plan(const Optimizer &optimizer, const StepRequest &request, const
     const StateTable &entries = optimizer.state();
     const StepShape &shape = optimizer.sizes().shape;
     const dsopt_step &step = request.step;
+    // 2^31 leaves are 2^43 elements: more than any memory holds.
+    if (shape.leaves > INT32_MAX)
+        throw Error(DSOPT_ERR_SHAPE, "the list has %lld leaves, more than 2^31", ll(shape.leaves));
     plan_tables(optimizer, request, state, memory.mean, onebit, table);
     // In the stages that exchange. Such plans are never reused.
     const bool has_slice =
@@ -55,7 +58,6 @@ StepPlan make_plan(const Optimizer &optimizer, const StepRequest &request, const
     if (with.scaler != nullptr && !request.initial)
         scaler = {entries.data<float>(state, StateKind::loss_scale),
                   entries.data<ScalerState>(state, StateKind::scaler), with.scaler->rules()};
-    const LeafInterval all{0, shape.leaves};
     return {
         .jobs = table.jobs,
         .slice_jobs = has_slice ? table.slice_jobs : nullptr,
@@ -81,10 +83,10 @@ StepPlan make_plan(const Optimizer &optimizer, const StepRequest &request, const
         .divisors = memory.divisors,
         .norms = {memory.norms, shape.groups, 1 + int64_t(request.initial ? 0 : with.experts.size())},
         .leaf = {memory.sums_a, memory.sums_b, memory.bad},
-        .visited = optimizer.shards() ? optimizer.parts()->leaves() : all,
-        .slice_visited = has_slice            ? optimizer.parts()->slice_leaves()
-                         : optimizer.shards() ? optimizer.parts()->inspected_leaves()
-                                              : all,
+        .visited = optimizer.shards() ? optimizer.parts()->leaves() : shape.leaves,
+        .inspected = has_slice            ? optimizer.parts()->slice_leaves()
+                     : optimizer.shards() ? optimizer.parts()->inspected_leaves()
+                                          : shape.leaves,
         .shards = {memory.shards, optimizer.trust_slots(), compressed ? optimizer.onebit()->setup().trust_slots : 0}};
 }
 

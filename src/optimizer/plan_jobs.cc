@@ -78,7 +78,8 @@ void plan_jobs(const Optimizer &optimizer, const StepRequest &request, const dso
                    .remainder = nullptr,
                    .random_key = param.random_key,
                    .range = {param.begin + part.begin, part.numel, param.whole},
-                   .first_leaf = param.first_leaf + part.begin / kLeaf,
+                   .first_leaf = int32_t(param.first_leaf + part.begin / kLeaf),
+                   .position = int32_t(optimizer.shards() ? optimizer.parts()->position(i) : param.first_leaf),
                    .leaves = param.leaves(),
                    .group = param.group,
                    .expert = param.expert,
@@ -175,7 +176,8 @@ void plan_slice_jobs(const Optimizer &optimizer, const StepRequest &request, con
                                !needs_all_of_node(onebit); // of the mean
         TensorJob &job = table.slice_jobs[i] = table.jobs[i];
         job.range = {param.begin + slice.begin, slice.numel, param.whole};
-        job.first_leaf = param.first_leaf + slice.begin / kLeaf;
+        job.first_leaf = int32_t(param.first_leaf + slice.begin / kLeaf);
+        job.position = int32_t(optimizer.parts()->slice_position(i));
         job.zeroes = false;
         for (int k = 0; k < kSlots; ++k)
             if (k != kGrad || !has_slice)

@@ -61,8 +61,7 @@ std::vector<RowSection> sections_of(const std::vector<Param> &params, const std:
         sections.push_back({{vector_of(params, owners, -1, buckets[k], buckets[k + 1])}, buckets[k]});
     if (std::all_of(owners.begin(), owners.end(), [](int owner) { return owner < 0; })) return sections;
     std::vector<ListVector> owned;
-    for (int owner = 0; owner < count; ++owner)
-        owned.push_back(vector_of(params, owners, owner, 0, params.size()));
+    for (int owner = 0; owner < count; ++owner) owned.push_back(vector_of(params, owners, owner, 0, params.size()));
     sections.push_back({std::move(owned), 0});
     return sections;
 }
@@ -106,22 +105,23 @@ RankParts::RankParts(const std::vector<Param> &params, const std::vector<Partici
     buckets_(buckets_of(params, owners_, desc.bucket)),
     layout_(sections_of(params, owners_, buckets_, owners()), local.ranks,
             largest_element(params, any_averaged(participation)), on_host ? kHostStaging : kDeviceStaging) {
-    const auto add_leaves = [&](LeafInterval &leaves, const Param &param, const Range &range) {
-        if (range.numel == 0) return;
-        const int64_t first = param.first_leaf + range.begin / kLeaf;
-        if (leaves.count == 0) leaves.first = first;
-        leaves.count = first + leaves_of(range.numel) - leaves.first;
-    };
     for (const Param &param : params) numels_.push_back(param.numel);
     for (size_t i = 0; i < params.size(); ++i) {
         const Range &range = parts_.emplace_back(part(i, local.rank));
-        add_leaves(inspected_leaves_, params[i], range);
-        if (owners_[i] < 0) add_leaves(leaves_, params[i], range);
-        if (local.node_ranks > 1) add_leaves(slice_leaves_, params[i], slice(i));
+        positions_.push_back(leaves_);
+        if (owners_[i] < 0) leaves_ += leaves_of(range.numel);
+        slice_positions_.push_back(slice_leaves_);
+        if (local.node_ranks > 1) slice_leaves_ += leaves_of(slice(i).numel);
         const Participation &p = participation[i];
         means_.push_back(p.is_averaged() && params[i].numel != 0 ? mean_numel_ : -1);
         if (p.is_averaged())
             mean_numel_ += round_up(p.mean_of_slice ? slice(i).numel : range.numel, ListVector::kAlignment);
+    }
+    inspected_leaves_ = leaves_;
+    for (size_t i = 0; i < params.size(); ++i) {
+        if (owners_[i] < 0) continue;
+        positions_[i] = inspected_leaves_;
+        inspected_leaves_ += leaves_of(parts_[i].numel);
     }
 }
 

@@ -43,13 +43,16 @@ public:
     /// has as a whole.
     std::pair<size_t, size_t> bucket(size_t param) const;
     int buckets() const { return int(buckets_.size()) - 1; }
-    /// Returns an interval with the leaves of this rank's parts, without those of whole tensors of matrices; and one
-    /// with all of them, and leaves of other ranks between them.
-    LeafInterval leaves() const { return leaves_; }
-    LeafInterval inspected_leaves() const { return inspected_leaves_; }
-    /// Returns the elements of a parameter that are in this rank's slice of its node, and the leaves of the slice.
+    /// Returns the number of leaves of this rank's parts, without those of whole tensors of matrices, and with them.
+    int64_t leaves() const { return leaves_; }
+    int64_t inspected_leaves() const { return inspected_leaves_; }
+    /// Returns the position of a part's first leaf among the leaves of all parts. Whole tensors of matrices come last.
+    int64_t position(size_t param) const { return positions_[param]; }
+    /// Returns the elements of a parameter that are in this rank's slice of its node; the number of leaves of the slice,
+    /// and the position of the first one of a parameter among them.
     Range slice(size_t param) const;
-    LeafInterval slice_leaves() const { return slice_leaves_; }
+    int64_t slice_leaves() const { return slice_leaves_; }
+    int64_t slice_position(size_t param) const { return slice_positions_[param]; }
     const RowLayout &layout() const { return layout_; }
     /// Returns the index of the mean of a parameter's gradient in StepMemory::mean. -1: its gradient is never averaged.
     int64_t mean(size_t param) const { return means_[param]; }
@@ -69,9 +72,10 @@ private:
     const std::vector<int> owners_;     // of each parameter; -1: it is in the vector of its bucket
     const std::vector<size_t> buckets_; // the first parameter of each, and the number of parameters
     const RowLayout layout_;            // sections: the buckets, then the tensors with an owner
-    std::vector<int64_t> numels_; // of the parameters
+    std::vector<int64_t> numels_;       // of the parameters
     std::vector<Range> parts_;
-    LeafInterval leaves_{0, 0}, inspected_leaves_{0, 0}, slice_leaves_{0, 0};
+    std::vector<int64_t> positions_, slice_positions_;
+    int64_t leaves_ = 0, inspected_leaves_ = 0, slice_leaves_ = 0;
     std::vector<int64_t> means_;
     int64_t mean_numel_ = 0;
 };

@@ -100,7 +100,7 @@ struct RangeStep {
         job.set(dsopt::kMoment, {tensor.m.data() + begin, dsopt::Dtype::f32});
         job.set(dsopt::kMoment + 1, {tensor.v.data() + begin, dsopt::Dtype::f32});
         job.range = {kOffset + begin, numel, kOffset + kNumel};
-        job.first_leaf = begin / kLeaf;
+        job.first_leaf = int32_t(begin / kLeaf);
         job.leaves = {0, kNumel};
         job.random_key = 5;
         job.trust_slot = -1;
