@@ -88,7 +88,8 @@ __global__ void __launch_bounds__(kThreads, 4) inspect_kernel(GRID_CONSTANT cons
     if (d.tail == Tail::fold_and_decide && threadIdx.x == 0) (void)decide_step(d.plan);
 }
 
-/// Folds the results of leaves that other ranks have completed, in one block.
+/// Folds the results of leaves in one block: of a pass 1 in several kernels or, with `Parts`, of several ranks.
+template <bool Parts>
 __global__ void __launch_bounds__(kThreads) fold_kernel(GRID_CONSTANT const PdlArgument<DevicePlan> argument) {
     const DevicePlan &d = argument.begin_kernel();
     const StepPlan &plan = d.plan;
@@ -99,7 +100,8 @@ __global__ void __launch_bounds__(kThreads) fold_kernel(GRID_CONSTANT const PdlA
         if (d.tensor_leaves[i] <= 1) d.tensor_squares[i] = counts ? plan.leaf.sums_a[job.leaves.first] : 0.0;
     }
     __syncthreads();
-    fold_on_block<true>(d);
+    fold_on_block<Parts>(d);
+    if (d.tail == Tail::fold_and_decide && threadIdx.x == 0) (void)decide_step(plan);
 }
 
 /// Completes pass 1 in one thread. `folds`: clears the norms, because pass 1 did not run. `decides`: makes the
@@ -114,13 +116,18 @@ __global__ void decide_kernel(GRID_CONSTANT const PdlArgument<DevicePlan> argume
 void inspect(const DevicePlan &d, Next next, const Launcher &launcher) {
     launcher.launch_grid(d.leaves / kWarps + 1, {"inspect", next}, inspect_kernel, d);
 }
-void fold_completed(const DevicePlan &d, Next next, const Launcher &launcher) {
-    launcher.launch_block({"fold_completed", next}, fold_kernel, d);
+void fold(const DevicePlan &d, bool completed, Next next, const Launcher &launcher) {
+    if (completed)
+        launcher.launch_block({"fold_completed", next}, fold_kernel<true>, d);
+    else
+        launcher.launch_block({"fold_pieces", next}, fold_kernel<false>, d);
 }
 void decide(const DevicePlan &d, bool folds, bool decides, Next next, const Launcher &launcher) {
     launcher.launch_thread({decides ? "decide" : "fold", next}, decide_kernel, d, folds, decides);
 }
 
-void load_inspect_kernels(KernelLoader &load) { load(inspect_kernel, fold_kernel, decide_kernel); }
+void load_inspect_kernels(KernelLoader &load) {
+    load(inspect_kernel, fold_kernel<false>, fold_kernel<true>, decide_kernel);
+}
 
 } // namespace dsopt::gpu

@@ -27,8 +27,8 @@ void load_list_kernels(KernelLoader &load);
 // follows in the stream.
 /// Launches pass 1.
 void inspect(const DevicePlan &d, Next next, const Launcher &launcher);
-/// Folds the results of pass 1 that ranks have completed.
-void fold_completed(const DevicePlan &d, Next next, const Launcher &launcher);
+/// Folds the results of pass 1 in several kernels or, if ranks have `completed` them, of several ranks.
+void fold(const DevicePlan &d, bool completed, Next next, const Launcher &launcher);
 /// Completes pass 1: see decide_kernel.
 void decide(const DevicePlan &d, bool folds, bool decides, Next next, const Launcher &launcher);
 void load_inspect_kernels(KernelLoader &load);

@@ -65,6 +65,7 @@ public:
         marks_->add(phase, launcher_.stream);
     }
     void run(const PhaseRun &part) override {
+        if (part.tensors) return run(part.phases()[0], *part.tensors);
         const Phases phases = part.phases();
         for (size_t k = 0; k < phases.size();) {
             const Fused fused = fuse(phases.subspan(k));
@@ -99,6 +100,29 @@ private:
                plan_.shards.exchanged == 0;
     }
 
+    void run(Phase phase, const TensorInterval &tensors) {
+        DevicePlan &d = phase == Phase::inspect ? inspected_ : d_;
+        const DevicePlan all = d;
+        const TensorJob *const jobs =
+            phase == Phase::inspect && plan_.slice_jobs != nullptr ? plan_.slice_jobs : plan_.jobs;
+        // The leaves of matrices in sharded state come last, and only pass 1 visits them.
+        int64_t first[2] = {INT64_MAX, INT64_MAX}, end[2] = {0, 0};
+        for (int64_t i = tensors.first; i < tensors.end(); ++i) {
+            const int64_t position = jobs[i].position, leaves = leaves_of(jobs[i].range.numel);
+            const int k = jobs == plan_.jobs && position >= plan_.visited;
+            if (leaves == 0) continue;
+            first[k] = std::min(first[k], position);
+            end[k] = position + leaves;
+        }
+        for (int k = 0; k < (phase == Phase::inspect ? 2 : 1); ++k) {
+            if (end[k] == 0) continue;
+            d.first_position = uint32_t(first[k]);
+            d.leaves = uint32_t(end[k] - first[k]);
+            launch(phase, Tail::none, Next::unknown);
+        }
+        d.first_position = all.first_position;
+        d.leaves = all.leaves;
+    }
     void launch(Phase phase, Tail tail, Next next) {
         DevicePlan &d = phase == Phase::inspect ? inspected_ : d_;
         d.tail = tail;
@@ -107,10 +131,11 @@ private:
         case Phase::fold:
             // Without something to decide before it, the end of the step does both.
             d.decided = tail == Tail::none || needs_decision(plan_);
+            if (plan_.policy.read_gradients) return fold(d, false, next, launcher_); // after pass 1 in several kernels
             if (d.decided) gpu::decide(d, true, tail == Tail::fold_and_decide, next, launcher_);
             return;
         case Phase::fold_completed:
-            if (plan_.policy.read_gradients) return fold_completed(d, next, launcher_);
+            if (plan_.policy.read_gradients) return fold(d, true, next, launcher_);
             return gpu::decide(d, true, false, next, launcher_);
         case Phase::decide: return gpu::decide(d, false, true, next, launcher_);
         case Phase::begin_onebit: return onebit_->decide(OneBitDecision::begin);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Partitioning of lists among threads.
 #pragma once
+#include "base/not_copied.h"
 #include "cpu/caches.h"
 #include "cpu/kernels.h"
 #include "cpu/prefetch.h"
@@ -83,13 +84,16 @@ private:
     int64_t parts_;
 };
 
+/// Number of offsets of partitions that need no memory whatever their list, and the stride of their offsets.
+constexpr int64_t kFewOffsets = 64;
+constexpr int64_t stride_of(int64_t count) { return std::max<int64_t>((count + kFewOffsets - 1) / kFewOffsets, 1); }
+
 /// Partition of a plain list of any length. Allocates nothing, so that it cannot fail between two collectives. Skips
 /// entries without data.
 class ListPartition {
 public:
     ListPartition(const dsopt_tensor *list, int64_t count, const Parallel &parallel) :
-        partition_({list, count}, offsets_, std::max<int64_t>((count + kMaxOffsets - 1) / kMaxOffsets, 1), kLeaf,
-                   parallel) {}
+        partition_({list, count}, offsets_, stride_of(count), kLeaf, parallel) {}
     /// Calls visit(tensor, begin, end) for every piece, on all threads.
     template <class Visit> void run(const Visit &visit) const {
         partition_.run([](auto, auto) { return 0; },
@@ -103,13 +107,12 @@ private:
         int64_t numel(int64_t i) const { return tensors[i].data != nullptr ? tensors[i].numel : 0; }
         int64_t bytes(int64_t i) const { return int64_t(dtype_size(tensors[i].dtype)); }
     };
-    static constexpr int64_t kMaxOffsets = 64;
-    int64_t offsets_[kMaxOffsets + 1];
+    int64_t offsets_[kFewOffsets + 1];
     Partition<List> partition_;
 };
 
 /// Partition of a step's tensors.
-class StepPartition {
+class StepPartition : NotCopied {
 public:
     /// `jobs`: those of the plan, or StepPlan::slice_jobs.
     StepPartition(const StepPlan &plan, const TensorJob *jobs, const CacheSizes &caches, bool bf16_instruction) :
@@ -121,6 +124,17 @@ public:
                    1, plan.execution.chunk, plan.execution.parallel, plan.execution.reuse != Reuse::nothing),
         streaming_(partition_.bytes() > caches.last),
         bf16_instruction_(bf16_instruction) {}
+    /// Partition of some of the tensors, for one pass. Its cost does not depend on the number of the others.
+    StepPartition(const StepPlan &plan, const TensorJob *jobs, const TensorInterval &tensors, const CacheSizes &caches,
+                  bool bf16_instruction) :
+        plan_(plan),
+        jobs_(jobs + tensors.first),
+        first_(tensors.first),
+        caches_(caches),
+        partition_({jobs_, tensors.count}, few_offsets_, stride_of(tensors.count), plan.execution.chunk,
+                   plan.execution.parallel),
+        streaming_(partition_.bytes() > caches.last),
+        bf16_instruction_(bf16_instruction) {}
     /// Returns the size of Execution::device_workspace in bytes.
     static size_t device_workspace_bytes(const StepShape &shape) {
         return size_t(shape.tensors + 1) * sizeof(int64_t) * (shape.has_slice_jobs ? 2 : 1);
@@ -128,7 +142,8 @@ public:
 
     /// Calls visit(tensor, span) for every piece, on all threads.
     template <class Visit> void run(const Visit &visit) const { run(visit, false); }
-    /// The same for the pass that reads and writes all arrays: its kernels prefetch if that is faster.
+    /// The same for the pass that reads and writes all arrays: its kernels prefetch if that is faster. The trial that
+    /// finds it out compares passes over all tensors.
     template <class Visit> void run_main_pass(const Visit &visit) const {
         const TimedPass pass(plan_.execution.cache, caches_, partition_.bytes(), partition_.bytes_of_part());
         run(visit, pass.prefetches());
@@ -149,6 +164,7 @@ private:
         partition_.run(start, [&](int64_t i, int64_t begin, int64_t end, PartState &state) {
             const TensorJob &job = jobs_[i];
             const Rule rule = plan_.groups[job.group].rule;
+            i += first_;
             visit(i, Span{.job = &job,
                           .scalars = &plan_.scalars[i],
                           .rule = rule,
@@ -182,8 +198,10 @@ private:
         }
     };
     const StepPlan &plan_;
-    const TensorJob *const jobs_;
+    const TensorJob *const jobs_; // of the first tensor
+    const int64_t first_ = 0;     // its index in the plan
     const CacheSizes &caches_;
+    int64_t few_offsets_[kFewOffsets + 1]; // of some of the tensors
     const Partition<List> partition_;
     const bool streaming_, bf16_instruction_;
 };

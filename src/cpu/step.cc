@@ -13,6 +13,7 @@ public:
     Step(const StepPlan &plan, const Kernels &kernels, const Products &products, const CacheSizes &caches) :
         plan_(plan),
         kernels_(kernels),
+        caches_(caches),
         partition_(plan, plan.jobs, caches, kernels.bf16_instruction) {
         if (plan.slice_jobs != nullptr) inspected_.emplace(plan, plan.slice_jobs, caches, kernels.bf16_instruction);
         if (plan.matrices != nullptr) matrices_ = &matrix_step_.emplace(plan, kernels, products);
@@ -31,6 +32,7 @@ public:
     }
 
     void run(const PhaseRun &part) override {
+        if (part.tensors) return run(part.phases()[0], *part.tensors);
         for (size_t k = 0; k < part.phases().size(); ++k) {
             run(part.phases()[k]);
             if (part.ends_timing(k)) mark(info_of(part.phases()[k]).ms);
@@ -42,7 +44,7 @@ private:
 
     void run(Phase phase) {
         switch (phase) {
-        case Phase::inspect: return inspect();
+        case Phase::inspect: return inspect(inspected());
         case Phase::fold: return fold_gradients(plan_, false);
         case Phase::fold_completed: return fold_gradients(plan_, true);
         case Phase::decide:
@@ -58,8 +60,18 @@ private:
         }
     }
 
-    void inspect() const {
-        inspected().run([&](int64_t, const Span &span) {
+    void run(Phase phase, const TensorInterval &tensors) {
+        const bool inspects = phase == Phase::inspect;
+        const TensorJob *const jobs = inspects && plan_.slice_jobs != nullptr ? plan_.slice_jobs : plan_.jobs;
+        const StepPartition partition(plan_, jobs, tensors, caches_, kernels_.bf16_instruction);
+        if (inspects)
+            inspect(partition);
+        else
+            partition.run([this](int64_t, const Span &span) { update(span); });
+    }
+
+    void inspect(const StepPartition &partition) const {
+        partition.run([&](int64_t, const Span &span) {
             const TensorJob &job = *span.job;
             if (!is_inspected(job)) return;
             const int64_t leaf = job.first_leaf + span.begin / kLeaf;
@@ -68,13 +80,15 @@ private:
         });
     }
     void update() const {
-        if (is_skipped()) return partition_.run([this](int64_t, const Span &span) { kernels_.unchanged(span); });
-        partition_.run_main_pass([this](int64_t, const Span &span) {
-            if (span.job->owner == Owner::none)
-                kernels_.unchanged(span);
-            else if (span.job->owner == Owner::update)
-                kernels_.update(span);
-        });
+        const auto visit = [this](int64_t, const Span &span) { update(span); };
+        if (is_skipped()) return partition_.run(visit);
+        partition_.run_main_pass(visit);
+    }
+    void update(const Span &span) const {
+        if (is_skipped() || span.job->owner == Owner::none)
+            kernels_.unchanged(span);
+        else if (span.job->owner == Owner::update)
+            kernels_.update(span);
     }
     void trust() const {
         for_tensors([this](int64_t i) { find_trust(plan_, i, LeafFold()); });
@@ -101,6 +115,7 @@ private:
     const DefaultFloatEnvironment environment_;
     const StepPlan &plan_;
     const Kernels &kernels_;
+    const CacheSizes &caches_;
     const StepPartition partition_;
     std::optional<StepPartition> inspected_; // of StepPlan::slice_jobs
     std::optional<OneBitStep> onebit_step_;

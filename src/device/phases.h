@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <iterator>
+#include <optional>
 #include <span>
 
 namespace dsopt {
@@ -85,10 +86,19 @@ static_assert(has_all_phases());
 /// Consecutive phases of a step.
 using Phases = std::span<const Phase>;
 
+/// Consecutive tensors of a step: [first, first + count).
+struct TensorInterval {
+    int64_t first, count;
+    int64_t end() const { return first + count; }
+};
+
 /// Neighbours in the list of a step.
 struct PhaseRun {
     Phases all;
     size_t begin, end;
+    /// Runs one phase, inspect or update, for some tensors only. After one run for each tensor, in any order, the results
+    /// are those of one run for all.
+    std::optional<TensorInterval> tensors{};
     Phases phases() const { return all.subspan(begin, end - begin); }
     bool is_followed_by(Phase phase) const { return end < all.size() && all[end] == phase; }
     /// True if the time until the end of phases()[k] does not count for the same DSOPT_MS_... as the next phase.

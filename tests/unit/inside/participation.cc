@@ -7,10 +7,9 @@
 #include "optimizer/shard.h"
 #include <gtest/gtest.h>
 
-using namespace dsopt;
-
 namespace inside_participation_tests {
 
+using namespace dsopt;
 using dsopt::Param; // several files are compiled as one, and others use namespace test
 
 struct Case {
