@@ -32,10 +32,11 @@ public:
         }
     }
 
-    void wait(bool replays) const override {
+    void wait(Waits who, void *stream) const override {
         const OnDevice on(gpu_);
+        if (who == Waits::stream && capturing(static_cast<cudaStream_t>(stream))) return;
         const bool unknown = unknown_.exchange(false);
-        if (unknown || (replays && captured_)) {
+        if (unknown || (who == Waits::host_for_replays && captured_)) {
             const cudaError_t error = cudaDeviceSynchronize();
             if (unknown && error != cudaSuccess) unknown_ = true;
             return check(error, "cudaDeviceSynchronize");
@@ -52,9 +53,14 @@ public:
         {
             const std::lock_guard lock(mutex_);
             for (const Mark &mark : marks_)
-                if (mark.used) events[count++] = mark.event.get();
+                if (mark.used && (who != Waits::stream || mark.stream != stream)) events[count++] = mark.event.get();
         }
-        for (int k = 0; k < count; ++k) check(cudaEventSynchronize(events[k]), "cudaEventSynchronize");
+        for (int k = 0; k < count; ++k)
+            if (who == Waits::stream)
+                check(cudaStreamWaitEvent(static_cast<cudaStream_t>(stream), events[k], cudaEventWaitDefault),
+                      "cudaStreamWaitEvent");
+            else
+                check(cudaEventSynchronize(events[k]), "cudaEventSynchronize");
     }
 
 private:

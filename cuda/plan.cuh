@@ -45,7 +45,8 @@ __device__ __forceinline__ int64_t leaf_index(const TensorJob &job, const Leaf &
     return job.first_leaf + where.begin / kLeaf;
 }
 
-/// Calls body(position, tensor) for every gridDim.x-th leaf, in a block. The tensor of the next leaf is loaded in advance.
+/// Calls body(position, tensor) for every gridDim.x-th leaf, in a block. The tensor of the next leaf is loaded in
+/// advance.
 template <class Body> __device__ __forceinline__ void for_leaves_by_block(const DevicePlan &d, const Body &body) {
     const int32_t *const tensor_of = d.tensor_of_leaf + d.first_position;
     int32_t next = blockIdx.x < d.leaves ? tensor_of[blockIdx.x] : 0;
@@ -67,8 +68,8 @@ struct LeafDistribution {
     }
 };
 
-/// Calls body(position, tensor) for the leaves of a warp, distributed dynamically. During a call, the tensor of the next
-/// leaf and the index of the leaf after it are being loaded.
+/// Calls body(position, tensor) for the leaves of a warp, distributed dynamically. During a call, the tensor of the
+/// next leaf and the index of the leaf after it are being loaded.
 template <class Body>
 __device__ __forceinline__ void for_leaves_by_warp(const DevicePlan &d, const LeafDistribution &distribution,
                                                    const Body &body) {

@@ -103,6 +103,7 @@ private:
     void run(Phase phase, const TensorInterval &tensors) {
         DevicePlan &d = phase == Phase::inspect ? inspected_ : d_;
         const DevicePlan all = d;
+        if (phase == Phase::update) d.decided = needs_decision(plan_);
         const TensorJob *const jobs =
             phase == Phase::inspect && plan_.slice_jobs != nullptr ? plan_.slice_jobs : plan_.jobs;
         // The leaves of matrices in sharded state come last, and only pass 1 visits them.

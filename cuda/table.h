@@ -82,8 +82,8 @@ struct Patch {
     int32_t count;
 };
 void patch_words(uint64_t *table, const Patch &patch, const Launcher &launcher);
-/// Makes the map; without tensor_leaves, only the rest. With it, sets the cell of tensors without elements to -1 (none),
-/// because no other kernel visits them.
+/// Makes the map; without tensor_leaves, only the rest. With it, sets the cell of tensors without elements to -1
+/// (none), because no other kernel visits them.
 void map_leaves(const TensorJob *jobs, const LeafMap &map, int32_t *cell, int64_t count, const Launcher &launcher);
 
 /// The table that the steps of one optimizer read, and the host's copy of its contents. The table is in separate

@@ -670,7 +670,7 @@ enum dsopt_optimizer_flags {
      *       formats of moments, rows and cols, name and offset (the last
      *       two not of experts)
      *     options: every field of dsopt_group and of the scaler's rules;      first step, CHECK_RANKS
-     *       compat, flags, nonfinite, masters, max_norm, max_value,
+     *       compat, flags, nonfinite, masters, max_norm, max_value, bucket,
      *       skip_budget, and seed if something is rounded at random
      *     sharded state: whether the step reads gradients before the update,  first step, CHECK_RANKS
      *       REPORT_NORMS
@@ -712,6 +712,13 @@ enum dsopt_optimizer_flags {
      * the new step and weights are not: load a checkpoint. Needs `data` or `node`, and a group of Muon at the first
      * step. Not with SHARD and SHARD_NODE, which partition whole tensors. Since: 0.3 */
     DSOPT_OPTIMIZER_SPLIT_MATRICES = 1024,
+    /** dsopt_optimizer_ready updates a parameter as soon as its gradient is complete, with the hyper-parameters of the
+     * first ready of the step; counters advance at the end of the step. Refused with everything that decides about a
+     * whole step: max_norm of the optimizer and of groups, a scaler, DSOPT_NONFINITE_SKIP, a skip budget, REPORT_NORMS,
+     * LAMB, Muon and the 1-bit family; in a step also params, state, out, lr, hyper, grad_scale, skip and grad_norms.
+     * So parameters are registered with memory or bound. A step that was begun cannot be taken back: if a call fails or
+     * gradients are reset before it ends, some parameters are of the new step: load a checkpoint. Since: 0.3 */
+    DSOPT_OPTIMIZER_EARLY_UPDATE = 2048,
     DSOPT_OPTIMIZER_SIGNED = -1
 };
 
@@ -1092,6 +1099,8 @@ enum dsopt_reset {
     DSOPT_RESET_GRADS = 8,
     /** Error feedback of the 1-bit family. */
     DSOPT_RESET_ERRORS = 16,
+    /** Forget the gradients of dsopt_optimizer_ready, for example because the backward pass failed. Since: 0.3 */
+    DSOPT_RESET_READY = 32,
     DSOPT_RESET_SIGNED = -1
 };
 
@@ -1099,8 +1108,8 @@ enum dsopt_reset {
  * Reset parts of the state to their initial values, in stream order. With DSOPT_RESET_COUNTERS or MOMENTUM_BITS the
  * call waits for earlier calls and cannot be captured.
  * @param[in] what  an OR of enum dsopt_reset.
- * @return DSOPT_OK; DSOPT_ERR_ARGUMENT: unknown bits; DSOPT_ERR_STATE: a parameter has no memory to copy from, or this
- * call cannot be captured.
+ * @return DSOPT_OK; DSOPT_ERR_ARGUMENT: unknown bits; DSOPT_ERR_STATE: a parameter has no memory to copy from, this
+ * call cannot be captured, or gradients are ready and `what` is not DSOPT_RESET_READY.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_reset(dsopt_optimizer *opt, int32_t what, void *stream);
 
@@ -1119,6 +1128,12 @@ enum dsopt_step_flags {
     DSOPT_STEP_ACCUMULATED = 8,
     /** `report` has -1 in place of every NaN. For tools that stop at any NaN. Since: 0.2 */
     DSOPT_STEP_NO_NAN = 16,
+    /** dsopt_optimizer_step: ends a step whose gradients were passed to dsopt_optimizer_ready. `grads` may be NULL:
+     * parameters that were not made ready have no gradient; with AVERAGES and several ranks there must be none, because
+     * an absent gradient needs its dtype (DSOPT_ERR_SHAPE). Otherwise `grads` has the gradients of these, and NULL data
+     * for parameters that were made ready. Legal without a call of dsopt_optimizer_ready. Not with ZERO_GRADS.
+     * Since: 0.3 */
+    DSOPT_STEP_READY = 32,
     DSOPT_STEP_SIGNED = -1
 };
 
@@ -1282,6 +1297,74 @@ typedef struct dsopt_step {
  * Thread-safety: one thread per optimizer, per scaler and per comm.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_step(dsopt_optimizer *opt, const dsopt_step *step);
+
+/* ------------------------------------------------------------------------------------------------- a step in parts */
+enum dsopt_ready_flags {
+    /** Add the gradients to the accumulators first (DSOPT_OPTIMIZER_ACCUMULATE), which are then complete; `grads` NULL:
+     * there is nothing to add. All calls of a step have the flag or none has, and the step that ends them has
+     * DSOPT_STEP_ACCUMULATED accordingly. */
+    DSOPT_READY_ACCUMULATED = 1,
+    DSOPT_READY_SIGNED = -1
+};
+
+/** Arguments of dsopt_optimizer_ready. Since: 0.3 */
+typedef struct dsopt_ready {
+    size_t size;
+    /** `count` indices of parameters, in any order, each once per step. NULL: [first, first + count). */
+    const int64_t *params;
+    int64_t first;
+    int64_t count;
+    /** One per parameter of this call. F32, F16 or BF16. NULL data: the parameter has no gradient in this step, with
+     * numel and dtype as in dsopt_step.grads. The memory is borrowed until it is free. */
+    const dsopt_tensor *grads;
+    /** Calls of a step may have different streams: later ones, and the step, are ordered after all of them. During a
+     * capture the caller orders the streams. */
+    void *stream;
+    /** enum dsopt_ready_flags. */
+    int32_t flags;
+    int32_t reserved;
+    /** Out: the gradients of parameters from this index on are free: not read any more, on CUDA in order of `stream`.
+     * Number of parameters: none. Gradients that are kept (dsopt_optimizer_bucket) are free when the step has returned,
+     * on CUDA in order of its stream, whatever this number. */
+    int64_t free_from;
+} dsopt_ready;
+
+/**
+ * Pass gradients as the backward pass completes them, before the step, which DSOPT_STEP_READY ends. Begins a step if
+ * none is begun. What the step does with these gradients alone is done now: with EARLY_UPDATE the update; else, if the
+ * step reads gradients before it updates, for clipping or a scaler, their part of that pass. All results have the bits
+ * of the step with all gradients at once, whatever the order and the grouping of calls.
+ *
+ * Until the step, other calls that would change what it uses return DSOPT_ERR_STATE: dsopt_optimizer_step without
+ * READY, _accumulate of these parameters, _save, _load, _bind, _import, _add_group, _add_params, _reset except of
+ * READY, and with EARLY_UPDATE _set.
+ *
+ * The first call of a step may allocate; later calls do not, and in later steps none does, as for dsopt_optimizer_step.
+ * @return DSOPT_OK; DSOPT_ERR_ARGUMENT: an index, a parameter that is ready already, flags that differ between calls;
+ * _SHAPE, _DTYPE, _ALIGNMENT, each naming the tensor; _STATE: with EARLY_UPDATE, a parameter has no memory;
+ * _UNSUPPORTED: compat mode, accumulators without ACCUMULATE; _NOMEM; _BACKEND. A failed call has changed nothing: the
+ * gradients of earlier calls stay ready. Thread-safety: one thread per optimizer.
+ */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_ready(dsopt_optimizer *opt, dsopt_ready *ready);
+
+/**
+ * Make `stream` wait for the work that earlier ready and step calls have begun on parameters [first, first + count):
+ * their gradients are then read, unless they are kept, and weights that EARLY_UPDATE writes are in place. On the CPU
+ * that work is done when those calls return.
+ * @return DSOPT_OK; DSOPT_ERR_ARGUMENT: the range; _BACKEND. Thread-safety: one thread per optimizer. Since: 0.3
+ */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_wait(dsopt_optimizer *opt, int64_t first, int64_t count,
+                                                        void *stream);
+
+/**
+ * The bucket of a parameter: parameters [first, first + count) are worked on when all of them are ready.
+ * @param[out] first  index of its first parameter.
+ * @param[out] count  0: the gradient of this parameter is kept for the step.
+ * @return DSOPT_OK; DSOPT_ERR_ARGUMENT: the index; _STATE: no groups; _UNSUPPORTED: compat mode. Thread-safety: any
+ * number of readers. Since: 0.3
+ */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_bucket(const dsopt_optimizer *opt, int64_t param, int64_t *first,
+                                                          int64_t *count);
 
 /**
  * dsopt_optimizer_step as a pure function: reads and writes only what `step` names, and keeps no state. Nothing is

@@ -67,6 +67,10 @@ typedef struct dsopt_dl {
                                                      int64_t count);
     DSOPT_CHECK dsopt_status (*dsopt_optimizer_reset)(dsopt_optimizer *opt, int32_t what, void *stream);
     DSOPT_CHECK dsopt_status (*dsopt_optimizer_step)(dsopt_optimizer *opt, const dsopt_step *step);
+    DSOPT_CHECK dsopt_status (*dsopt_optimizer_ready)(dsopt_optimizer *opt, dsopt_ready *ready);
+    DSOPT_CHECK dsopt_status (*dsopt_optimizer_wait)(dsopt_optimizer *opt, int64_t first, int64_t count, void *stream);
+    DSOPT_CHECK dsopt_status (*dsopt_optimizer_bucket)(const dsopt_optimizer *opt, int64_t param, int64_t *first,
+                                                       int64_t *count);
     DSOPT_CHECK dsopt_status (*dsopt_optimizer_apply)(const dsopt_optimizer *opt, const dsopt_step *step);
     DSOPT_CHECK dsopt_status (*dsopt_optimizer_workspace)(const dsopt_optimizer *opt, size_t *bytes);
     DSOPT_CHECK dsopt_status (*dsopt_optimizer_init_state)(const dsopt_optimizer *opt, const dsopt_tensor *params,
@@ -173,6 +177,9 @@ DSOPT_CHECK static inline const char *dsopt_dl_load(dsopt_dl *dl, const char *pa
         {"the library has no dsopt_optimizer_bind", offsetof(dsopt_dl, dsopt_optimizer_bind)},
         {"the library has no dsopt_optimizer_reset", offsetof(dsopt_dl, dsopt_optimizer_reset)},
         {"the library has no dsopt_optimizer_step", offsetof(dsopt_dl, dsopt_optimizer_step)},
+        {"the library has no dsopt_optimizer_ready", offsetof(dsopt_dl, dsopt_optimizer_ready)},
+        {"the library has no dsopt_optimizer_wait", offsetof(dsopt_dl, dsopt_optimizer_wait)},
+        {"the library has no dsopt_optimizer_bucket", offsetof(dsopt_dl, dsopt_optimizer_bucket)},
         {"the library has no dsopt_optimizer_apply", offsetof(dsopt_dl, dsopt_optimizer_apply)},
         {"the library has no dsopt_optimizer_workspace", offsetof(dsopt_dl, dsopt_optimizer_workspace)},
         {"the library has no dsopt_optimizer_init_state", offsetof(dsopt_dl, dsopt_optimizer_init_state)},

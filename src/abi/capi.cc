@@ -147,6 +147,7 @@ void export_bytes(Optimizer &optimizer, int64_t index, void *host, size_t bytes)
         optimizer.context().device().copy(host, entry.data, bytes);
 }
 void import_bytes(Optimizer &optimizer, int64_t index, const void *host, size_t bytes) {
+    optimizer.check_nothing_ready();
     const StateEntry &entry = entry_for_copy(optimizer, index, host, bytes);
     if (entry.of_scaler()) optimizer.check_scaler();
     check_contents(optimizer, entry, host, "import");
@@ -477,6 +478,7 @@ dsopt_status dsopt_optimizer_export_f32(dsopt_optimizer *opt, int64_t index, flo
 }
 dsopt_status dsopt_optimizer_import_f32(dsopt_optimizer *opt, int64_t index, const float *host, int64_t count) {
     return with(opt, [&](Optimizer &optimizer) {
+        optimizer.check_nothing_ready();
         check_f32_copy(optimizer, index, host, count);
         if (!is_converted(entry_at(optimizer, index)))
             return import_bytes(optimizer, index, host, size_t(count) * sizeof(float));
@@ -487,6 +489,7 @@ dsopt_status dsopt_optimizer_import_f32(dsopt_optimizer *opt, int64_t index, con
 }
 dsopt_status dsopt_optimizer_bind(dsopt_optimizer *opt, int32_t what, const dsopt_tensor *list, int64_t count) {
     return with<Needs::groups>(opt, [&](Optimizer &optimizer) {
+        optimizer.check_nothing_ready();
         if (what == DSOPT_BIND_PARAMS)
             optimizer.bind_params(list, count);
         else if (what == DSOPT_BIND_STATE)
@@ -547,12 +550,35 @@ dsopt_status dsopt_optimizer_report(dsopt_optimizer *opt, dsopt_report *report) 
     });
 }
 
+// --------------------------------------------------------------------------------------------------- a step in parts
+dsopt_status dsopt_optimizer_ready(dsopt_optimizer *opt, dsopt_ready *ready) {
+    return with(opt, [&](Optimizer &optimizer) { optimizer.ready(ready); });
+}
+dsopt_status dsopt_optimizer_wait(dsopt_optimizer *opt, int64_t first, int64_t count, void *stream) {
+    return with(opt, on_stream(stream, [&](Optimizer &optimizer) { optimizer.wait(first, count, stream); }));
+}
+dsopt_status dsopt_optimizer_bucket(const dsopt_optimizer *opt, int64_t param, int64_t *first, int64_t *count) {
+    return with(opt, [&](const Optimizer &optimizer) {
+        not_null(first, "first");
+        not_null(count, "count");
+        const TensorInterval found = optimizer.bucket(param);
+        *first = found.first;
+        *count = found.count;
+    });
+}
+
 // ----------------------------------------------------------------------------------------------------- save and load
 dsopt_status dsopt_optimizer_save(dsopt_optimizer *opt, const char *path, const dsopt_io *io) {
-    return with(opt, [&](Optimizer &optimizer) { save_state(optimizer, path, read_struct(io, "dsopt_io")); });
+    return with(opt, [&](Optimizer &optimizer) {
+        optimizer.check_nothing_ready();
+        save_state(optimizer, path, read_struct(io, "dsopt_io"));
+    });
 }
 dsopt_status dsopt_optimizer_load(dsopt_optimizer *opt, const char *path, const dsopt_io *io) {
-    return with(opt, [&](Optimizer &optimizer) { load_state(optimizer, path, read_struct(io, "dsopt_io")); });
+    return with(opt, [&](Optimizer &optimizer) {
+        optimizer.check_nothing_ready();
+        load_state(optimizer, path, read_struct(io, "dsopt_io"));
+    });
 }
 
 // ------------------------------------------------------------------------------------------------------------- lists

@@ -14,6 +14,7 @@ template <> struct FirstSize<dsopt_group> { static constexpr size_t value = 144;
 template <> struct FirstSize<dsopt_optimizer_desc> { static constexpr size_t value = 96; };
 template <> struct FirstSize<dsopt_state_info> { static constexpr size_t value = 72; };
 template <> struct FirstSize<dsopt_step> { static constexpr size_t value = 152; };
+template <> struct FirstSize<dsopt_ready> { static constexpr size_t value = 64; };
 template <> struct FirstSize<dsopt_schedule_info> { static constexpr size_t value = 40; };
 template <> struct FirstSize<dsopt_report> { static constexpr size_t value = 216; };
 template <> struct FirstSize<dsopt_comm_table> { static constexpr size_t value = 80; };

@@ -295,6 +295,7 @@ SavedOptimizer read_optimizer(const Optimizer &optimizer, const Fields &fields) 
     saved.max_value = fields.number<double>("max_value");
     check_saved("metadata", [&] {
         check_max_norm(saved.max_norm, "max_norm");
+        check_options<At::optimizer>(facts_of(optimizer.desc()).add(facts::max_norm, saved.max_norm > 0));
         check_max_value(saved.max_value, "max_value");
         require_in(0, kMaxCalls, "calls", saved.calls);
     });

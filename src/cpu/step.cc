@@ -48,7 +48,7 @@ private:
         case Phase::fold: return fold_gradients(plan_, false);
         case Phase::fold_completed: return fold_gradients(plan_, true);
         case Phase::decide:
-            if (decide_step(plan_)) make_all_scalars(plan_);
+            if (decide_step(plan_)) make_scalars_of(plan_, 0, plan_.count);
             return;
         case Phase::begin_onebit: return onebit_->decide(OneBitDecision::begin);
         case Phase::update: return update();
@@ -64,10 +64,9 @@ private:
         const bool inspects = phase == Phase::inspect;
         const TensorJob *const jobs = inspects && plan_.slice_jobs != nullptr ? plan_.slice_jobs : plan_.jobs;
         const StepPartition partition(plan_, jobs, tensors, caches_, kernels_.bf16_instruction);
-        if (inspects)
-            inspect(partition);
-        else
-            partition.run([this](int64_t, const Span &span) { update(span); });
+        if (inspects) return inspect(partition);
+        make_scalars_of(plan_, tensors.first, tensors.end()); // gradients may be present now that were not at `decide`
+        partition.run([this](int64_t, const Span &span) { update(span); });
     }
 
     void inspect(const StepPartition &partition) const {

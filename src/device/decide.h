@@ -347,13 +347,13 @@ DSOPT_HD bool needs_decision(const StepPlan &plan) {
 DSOPT_HD int64_t step_of(const StepPlan &plan, const TensorJob &job) {
     return int64_t(plan.step[job.counter]) + job.ordinal;
 }
-/// Computes the scalars of all tensors that take part in the step.
-inline void make_all_scalars(const StepPlan &plan) {
+/// Computes the scalars of the tensors [first, end) that take part in the step.
+inline void make_scalars_of(const StepPlan &plan, int64_t first, int64_t end) {
     Scalars scalars{};
     // Group and step of `scalars`, which the next tensor mostly shares.
     int32_t group = -1;
     int64_t step = -1;
-    for (int64_t i = 0; i < plan.count; ++i) {
+    for (int64_t i = first; i < end; ++i) {
         const TensorJob &job = plan.jobs[i];
         if (!job.present) continue;
         if (job.group != group || step_of(plan, job) != step) {

@@ -21,9 +21,15 @@ public:
     /// Adds everything that is on `stream` now. If the stream is being captured, the work runs when a graph is
     /// launched.
     virtual void add(void *stream) noexcept = 0;
-    /// Waits for all of the work. `replays`: after a capture, also for launches of graphs. These may be on any stream,
-    /// so the host then waits for the whole device, which invalidates captures of other threads.
-    virtual void wait(bool replays) const = 0;
+    enum class Waits : uint8_t {
+        host,
+        /// After a capture, the host also waits for launches of graphs. These may be on any stream, so it waits for the
+        /// whole device, which invalidates captures of other threads.
+        host_for_replays,
+        stream // makes it wait; a stream that is being captured must be ordered by the caller
+    };
+    /// Waits for all of the work.
+    virtual void wait(Waits who, void *stream = nullptr) const = 0;
     /// True if work was added while its stream was being captured: launches of a graph use memory of that call.
     bool captured() const { return captured_; }
 

@@ -14,7 +14,7 @@ public:
     ~PinnedPair();
     void *buffer(int half) const { return halves_[half].memory.get(); }
     void copy(int half, void *to, const void *from, size_t bytes);
-    void wait(int half) const { halves_[half].copies->wait(/*replays=*/false); }
+    void wait(int half) const { halves_[half].copies->wait(PendingWork::Waits::host); }
 
 private:
     struct Half {

@@ -96,8 +96,8 @@ struct TensorInterval {
 struct PhaseRun {
     Phases all;
     size_t begin, end;
-    /// Runs one phase, inspect or update, for some tensors only. After one run for each tensor, in any order, the results
-    /// are those of one run for all.
+    /// Runs one phase, inspect or update, for some tensors only. After one run for each tensor, in any order, the
+    /// results are those of one run for all.
     std::optional<TensorInterval> tensors{};
     Phases phases() const { return all.subspan(begin, end - begin); }
     bool is_followed_by(Phase phase) const { return end < all.size() && all[end] == phase; }

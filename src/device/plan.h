@@ -245,6 +245,7 @@ struct StepPolicy {
     bool report_norms;
     bool reduces; // there is a group whose rule has Passes::reduced
     bool stored;  // there is a tensor with TensorJob::stored
+    bool early;   // nothing decides about the step: DSOPT_OPTIMIZER_EARLY_UPDATE
     bool plain;   // there is a tensor without, or no tensor at all
     bool dry;     // learning rates are 0
 };
@@ -283,8 +284,8 @@ struct StepPlan {
     double *divisors; // one per group
     NormTable norms;
     LeafResults leaf;
-    /// Number of leaves of the ranges of `jobs`, without those of matrices in sharded state, which come last and which only
-    /// their own passes and pass 1 visit; and number of the leaves that pass 1 and OneBitPass::feed visit.
+    /// Number of leaves of the ranges of `jobs`, without those of matrices in sharded state, which come last and which
+    /// only their own passes and pass 1 visit; and number of the leaves that pass 1 and OneBitPass::feed visit.
     int64_t visited, inspected;
     ShardTable shards;
 };

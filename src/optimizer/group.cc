@@ -89,6 +89,7 @@ Facts facts_of(const dsopt_group &group) {
         .add(facts::exp_avg_sq_format, group.exp_avg_sq_format != DSOPT_MOMENT_F32)
         .add(facts::no_bias_correction, flag(DSOPT_GROUP_NO_BIAS_CORRECTION))
         .add(facts::eps_uncorrected, flag(DSOPT_GROUP_EPS_UNCORRECTED))
+        .add(facts::max_norm, group.max_norm > 0)
         .add(facts::nesterov, flag(DSOPT_GROUP_NESTEROV))
         .add(facts::momentum, group.momentum != 0)
         .add(facts::dampening, group.dampening != 0)
@@ -102,6 +103,7 @@ Facts algorithm_fact(int32_t algorithm) {
         .add(facts::onebit_adam, algorithm == DSOPT_ALGORITHM_ONEBIT_ADAM)
         .add(facts::zero_one_adam, algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM)
         .add(facts::onebit_lamb, algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB)
+        .add(facts::lamb, algorithm == DSOPT_ALGORITHM_LAMB)
         .add(facts::muon, is_matrix_rule(algorithm));
 }
 

@@ -3,6 +3,7 @@
 #include "optimizer/group.h"
 #include "optimizer/optimizer.h"
 #include "rules/muon.h"
+#include "rules/options.h"
 #include <cmath>
 
 namespace dsopt {
@@ -73,16 +74,19 @@ void check_max_value(double value, const char *field) {
 }
 
 void Optimizer::set(int32_t group, int32_t key, double value) {
+    if (desc_.flags & DSOPT_OPTIMIZER_EARLY_UPDATE) check_nothing_ready();
     if (is_optimizer_key(key, group)) {
         const bool whole = value >= 0 && std::floor(value) == value;
         if (key == DSOPT_KEY_MAX_NORM) {
             check_max_norm(value, "max_norm");
+            check_options<At::optimizer>(facts_of(desc_).add(facts::max_norm, value > 0));
             desc_.max_norm = value;
         } else if (key == DSOPT_KEY_MAX_VALUE) {
             check_max_value(value, "max_value");
             desc_.max_value = value;
         } else if (key == DSOPT_KEY_SKIP_BUDGET) {
             require(whole && value <= INT32_MAX, "skip budget", value, "a whole number in [0, 2^31)");
+            check_options<At::optimizer>(facts_of(desc_).add(facts::skip_budget, value > 0));
             wait_for_calls(); // a step in flight would overwrite the count
             outcome_.change(context_->device(), [](Outcome &outcome) { outcome.skipped_in_row = 0; });
             desc_.skip_budget = int32_t(value); // last: a call that fails changes nothing

@@ -5,6 +5,7 @@
 #include "base/sizes.h"
 #include "base/struct_io.h"
 #include "optimizer/group.h"
+#include "optimizer/ready.h"
 #include <algorithm>
 #include <utility>
 
@@ -23,7 +24,7 @@ Optimizer::Optimizer(std::shared_ptr<const Context> context, const dsopt_optimiz
                               DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING | DSOPT_OPTIMIZER_ACCUMULATE |
                               DSOPT_OPTIMIZER_TIMING | DSOPT_OPTIMIZER_AVERAGES | DSOPT_OPTIMIZER_CHECK_RANKS |
                               DSOPT_OPTIMIZER_MOMENTUM_BITS | DSOPT_OPTIMIZER_SHARD | DSOPT_OPTIMIZER_SHARD_NODE |
-                              DSOPT_OPTIMIZER_SPLIT_MATRICES;
+                              DSOPT_OPTIMIZER_SPLIT_MATRICES | DSOPT_OPTIMIZER_EARLY_UPDATE;
     if (desc.flags & ~known)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_desc.flags has unknown bits: 0x%x", desc.flags);
     require_in(DSOPT_NONFINITE_AUTO, DSOPT_NONFINITE_APPLY, "dsopt_optimizer_desc.nonfinite", desc.nonfinite);
@@ -66,6 +67,7 @@ void Optimizer::add_params(const dsopt_param *params, int64_t count) {
 
 /// Appends to the registry, which is restored on failure. Then drops objects that were built for the shorter lists.
 void Optimizer::grow(const dsopt_group *group, const dsopt_param *given, int64_t count) {
+    check_nothing_ready();
     const auto has_any = [](const StateEntry &entry) { return entry.data != nullptr && !entry.of_scaler(); };
     if (is_sharded(desc_) && std::any_of(state().begin(), state().end(), has_any))
         throw Error(DSOPT_ERR_STATE, "state is sharded by the whole list: parameters come before the first step");
@@ -93,6 +95,7 @@ void Optimizer::grow(const dsopt_group *group, const dsopt_param *given, int64_t
 /// Releases the memory that steps of the current lists use. After a capture it is kept, because the graph may be launched.
 /// Needs room in `retired_`.
 void Optimizer::retire_step_memory() {
+    ready_.reset();
     OfSteps old = std::exchange(of_steps_, {});
     if (old.cache && attachments_.pending && attachments_.pending->captured()) retired_.push_back(std::move(old));
 }
@@ -173,17 +176,29 @@ void Optimizer::accumulate(const dsopt_tensor *grads, int64_t count, void *strea
         Facts{facts::accumulated}.add(facts::accumulate, (desc_.flags & DSOPT_OPTIMIZER_ACCUMULATE) != 0));
     check_length(grads, count, params().size(), "the list of gradients");
     for (size_t i = 0; i < params().size(); ++i)
-        if (grads[i].data != nullptr) check_same_numel(grads[i], params()[i], "gradient of");
+        if (grads[i].data != nullptr) {
+            check_same_numel(grads[i], params()[i], "gradient of");
+            if (ready_ && ready_->has(i)) check_nothing_ready();
+        }
     const Enqueues work(pending(), stream);
     ensure_state(nullptr, stream);
-    HostScratch scratch(host_scratch_, size_t(count) * sizeof(dsopt_tensor));
+    dsopt_ready all{};
+    all.grads = grads;
+    all.count = count;
+    all.stream = stream;
+    add_to_accumulators(all);
+}
+
+void Optimizer::add_to_accumulators(const dsopt_ready &ready) {
+    if (ready.grads == nullptr) return;
+    HostScratch scratch(host_scratch_, size_t(ready.count) * sizeof(dsopt_tensor));
     auto *const sums = reinterpret_cast<dsopt_tensor *>(scratch.data());
-    for (size_t i = 0; i < params().size(); ++i)
-        sums[i] = *state().find(state().list().data(), StateKind::grad_accum, int64_t(i));
-    context_->device().kernels().axpby({}, grads, 1, sums, count, context_->parallel(), stream);
+    for (int64_t k = 0; k < ready.count; ++k)
+        sums[k] = *state().find(state().list().data(), StateKind::grad_accum, int64_t(param_of(ready, k)));
+    context_->device().kernels().axpby({}, ready.grads, 1, sums, ready.count, context_->parallel(), ready.stream);
     Registry &registry = registry_.change();
-    for (size_t i = 0; i < registry.params.size(); ++i)
-        registry.params[i].accumulated = registry.params[i].accumulated || grads[i].data != nullptr;
+    for (int64_t k = 0; k < ready.count; ++k)
+        registry.params[param_of(ready, k)].accumulated |= ready.grads[k].data != nullptr;
 }
 
 } // namespace dsopt

@@ -10,6 +10,7 @@
 #include "optimizer/scaler.h"
 #include "step/drive.h"
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -62,6 +63,7 @@ struct LoadedMetadata {
 constexpr int64_t kMaxCalls = int64_t(1) << 53;
 
 struct StepRequest;
+class ReadyGradients;
 
 /// Host memory of dsopt_optimizer_step, made before the first one: memory for the tables of a step, and a copy of the
 /// last call, with which the next one is compared.
@@ -108,7 +110,12 @@ public:
     /// Waits for the work that earlier calls on this optimizer and its scaler enqueued. `replays`: also waits for
     /// launches of graphs that contain such calls.
     void wait_for_calls(bool replays = true) const {
-        if (attachments_.pending) attachments_.pending->wait(replays);
+        using Waits = PendingWork::Waits;
+        if (attachments_.pending) attachments_.pending->wait(replays ? Waits::host_for_replays : Waits::host);
+    }
+    /// Makes a stream wait for that work.
+    void order_after_calls(void *stream) const {
+        if (attachments_.pending) attachments_.pending->wait(PendingWork::Waits::stream, stream);
     }
     /// Waits for earlier calls and for the default stream, where work of the caller may use the tensors. Throws
     /// DSOPT_ERR_STATE if CUDA forbids the use of the default stream.
@@ -131,9 +138,9 @@ public:
     void add_group(const dsopt_group &group, const dsopt_param *params, int64_t count);
     /// Adds parameters to the groups that dsopt_param.group names.
     void add_params(const dsopt_param *params, int64_t count);
-    /// Lazily builds what depends on all groups: Derived and the state tensors of the whole optimizer. Must be called before every other method except add_group(), add_params(), set(), get(),
-    /// step(), apply() and methods that only read groups and parameters. Any number of threads may call it at the same
-    /// time.
+    /// Lazily builds what depends on all groups: Derived and the state tensors of the whole optimizer. Must be called
+    /// before every other method except add_group(), add_params(), set(), get(), step(), apply() and methods that only
+    /// read groups and parameters. Any number of threads may call it at the same time.
     void finalize_groups();
     void set(int32_t group, int32_t key, double value);
     double get(int32_t group, int32_t key) const;
@@ -167,6 +174,16 @@ public:
     void adopt(LoadedMetadata loaded, ReservedState reserved, FunctionRef<void()> fill_tensors);
     void accumulate(const dsopt_tensor *grads, int64_t count, void *stream);
 
+    /// A step in parts: implement the functions of that name in dsopt.h.
+    void ready(dsopt_ready *ready);
+    void wait(int64_t first, int64_t count, void *stream) const;
+    TensorInterval bucket(int64_t param) const;
+    void forget_ready();
+    /// Throws STATE if a step in parts has begun.
+    void check_nothing_ready() const;
+
+    struct Planned;
+
     /// step() and apply() check the struct and call finalize_groups() themselves: other ranks are told of a failure.
     void step(const dsopt_step *step);
     /// Changes nothing but what finalize_groups() builds: any number of threads may call it at the same time.
@@ -193,7 +210,16 @@ private:
     void initialize(const StateEntry &entry, const dsopt_tensor *params, void *data, void *stream) const;
     void ensure_workspace(void *stream);
 
+    std::optional<Phase> phase_of_parts() const;
+    ReadyGradients &ready_gradients();
+    void plan_parts(void *stream);
+    void plan_gradients(const dsopt_ready &ready);
+    void run_part(const dsopt_ready &ready);
+    void add_to_accumulators(const dsopt_ready &ready);
+    dsopt_step complete_ready(const dsopt_step &step);
+
     void execute_step(const dsopt_step &step, bool &ranks_compared);
+    void execute_whole_step(const dsopt_step &step, bool &ranks_compared);
     void check_skip_budget(void *stream) const;
     Reuse reuse_of(const dsopt_step &step);
     void check_call(const dsopt_step &step) const;
@@ -223,7 +249,8 @@ private:
         bool lists_compared = false; // the ranks have compared their lists of parameters in a step
         mutable PhaseList logged;    // the phases of the last step, at level TRACE
     } of_steps_;
-    std::vector<OfSteps> retired_; // of earlier lists, for graphs that were captured with them
+    std::vector<OfSteps> retired_;          // of earlier lists, for graphs that were captured with them
+    std::unique_ptr<ReadyGradients> ready_; // NULL before the first part of a step of the current lists
     mutable ScratchPool host_scratch_, matrix_scratch_;
     int64_t calls_ = 0;          // of dsopt_optimizer_step
     int32_t resharded_from_ = 0; // as in dsopt_report

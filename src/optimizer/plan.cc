@@ -12,16 +12,12 @@ namespace {
 StepPolicy policy_of(const Optimizer &optimizer, const StepRequest &request, const StepTable &table,
                      const OneBitPlan *onebit) {
     const dsopt_optimizer_desc &desc = optimizer.desc();
-    bool clips = desc.max_norm > 0, reduces = false;
-    for (size_t i = 0; i < optimizer.groups().size(); ++i) {
-        clips = clips || table.groups[i].max_norm > 0;
+    bool reduces = false;
+    for (size_t i = 0; i < optimizer.groups().size(); ++i)
         reduces = reduces || passes_of(table.groups[i].rule) == Passes::reduced;
-    }
     const Wrapper wrapped = optimizer.wrapper();
     const bool has_scaler = optimizer.attachments().scaler != nullptr && !request.initial;
-    // The fused wrapper inspects every gradient; without a scaler it only reports. The unfused wrapper also skips.
-    const bool inspects =
-        (desc.nonfinite == DSOPT_NONFINITE_SKIP || clips || has_scaler || wrapped != Wrapper::none) && !request.initial;
+    const bool inspects = inspects_gradients(optimizer) && !request.initial;
     const bool reports_only = wrapped == Wrapper::fused && !has_scaler && desc.nonfinite == DSOPT_NONFINITE_AUTO;
     return {.wrapper = wrapped,
             .read_gradients = inspects && request.step.grad_norms == nullptr,
@@ -29,12 +25,22 @@ StepPolicy policy_of(const Optimizer &optimizer, const StepRequest &request, con
             .report_norms = (desc.flags & DSOPT_OPTIMIZER_REPORT_NORMS) != 0,
             .reduces = reduces,
             .stored = optimizer.stored_params() != 0,
+            .early = request.stateful && (desc.flags & DSOPT_OPTIMIZER_EARLY_UPDATE) != 0,
             .plain = optimizer.stored_params() != int64_t(optimizer.params().size()) || optimizer.params().empty(),
             // The first call of compat mode is dry: learning rates are 0. NON_FREEZE groups do update moments.
             .dry = onebit != nullptr && onebit->stage == Stage::dry};
 }
 
 } // namespace
+
+bool inspects_gradients(const Optimizer &optimizer) {
+    const dsopt_optimizer_desc &desc = optimizer.desc();
+    bool clips = desc.max_norm > 0;
+    for (const dsopt_group &group : optimizer.groups()) clips = clips || group.max_norm > 0;
+    // The fused wrapper inspects every gradient; without a scaler it only reports. The unfused wrapper also skips.
+    return desc.nonfinite == DSOPT_NONFINITE_SKIP || clips || optimizer.attachments().scaler != nullptr ||
+           optimizer.wrapper() != Wrapper::none;
+}
 
 StepPlan make_plan(const Optimizer &optimizer, const StepRequest &request, const dsopt_tensor *state,
                    const StepMemory &memory, const StepTable &table, const OneBitPlan *onebit,

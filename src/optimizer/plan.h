@@ -3,6 +3,7 @@
 // compares it with other ranks, step.cc runs it.
 #pragma once
 #include "optimizer/optimizer.h"
+#include <optional>
 
 namespace dsopt {
 
@@ -15,6 +16,7 @@ struct StepRequest {
     bool engine_schedule = false;   // the schedule is the engine's, too
     Reuse reuse = Reuse::nothing;   // the tables of the last step that are reused
     char *host = nullptr;           // the engine's memory for StepMemory::host_bytes; NULL: memory of the pool
+    bool is_part = false;           // it is the plan of dsopt_optimizer_ready
     bool *ranks_compared = nullptr; // is set to true when this rank begins to compare its step with other ranks
 };
 /// Returns StepRequest::flags of a call.
@@ -22,6 +24,10 @@ uint32_t flags_of(const dsopt_step &step);
 /// Throws if an argument of the call is wrong. `functional`: the call is dsopt_optimizer_apply.
 void check_step(const Optimizer &optimizer, const dsopt_step &step, bool functional);
 
+/// True if steps read gradients before they update, unless the caller has computed their norms.
+bool inspects_gradients(const Optimizer &optimizer);
+/// True if the lists of two calls differ in an address at most, and the new address is legal.
+bool differs_in_address(const dsopt_tensor &now, const dsopt_tensor &before);
 /// Fills the tables of tensors and groups, and returns the plan. `state`: a list of all state tensors.
 StepPlan make_plan(const Optimizer &optimizer, const StepRequest &request, const dsopt_tensor *state,
                    const StepMemory &memory, const StepTable &table, const OneBitPlan *onebit,
@@ -31,6 +37,24 @@ StepRows plan_rows(const Optimizer &optimizer, const StepRequest &request, const
                    const StepMemory &memory, const StepPlan &plan);
 /// Throws DEVICE if a tensor of the step is not in memory of the context's device (DSOPT_CONTEXT_CHECK_POINTERS).
 void check_pointers(const Optimizer &optimizer, const StepRequest &request, const StepPlan &plan);
+
+/// A step that is planned in its memory: what drive() needs.
+struct Optimizer::Planned : NotCopied {
+    /// `state`: a list of all state tensors.
+    Planned(const Optimizer &optimizer, const StepRequest &request, const dsopt_tensor *state, void *workspace);
+    /// `compare`: as in StepRun.
+    StepRun run(const Optimizer &optimizer, FunctionRef<void()> compare, int64_t compared_bytes) const;
+
+    HostScratch scratch, matrix_scratch;
+    StepMemory memory;
+    StepTable table;
+    CommSet ranks;
+    PlannedOneBit onebit;
+    MatrixPlan matrices{};
+    StepPlan plan;
+    std::optional<StepRows> rows;
+    PhaseList phases;
+};
 
 /// True if ranks compare every step: DSOPT_OPTIMIZER_CHECK_RANKS with several ranks.
 bool checks_ranks(const Optimizer &optimizer);

@@ -55,50 +55,6 @@ void set_arrays(const Optimizer &optimizer, const StepRequest &request, const ds
     }
 }
 
-void plan_jobs(const Optimizer &optimizer, const StepRequest &request, const dsopt_tensor *state, float *means,
-               const OneBitPlan *onebit, TensorJob *jobs) {
-    const std::vector<Param> &params = optimizer.params();
-    const std::shared_ptr<Comm> &model = optimizer.attachments().model;
-    const bool rounds_at_random = optimizer.desc().flags & DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING;
-    const bool wrapped = optimizer.wrapper() != Wrapper::none;
-    const bool first_model_rank = !model || model->rank() == 0;
-    const Stage stage = stage_of(onebit);
-    for (size_t i = 0; i < params.size(); ++i) {
-        const Param &param = params[i];
-        const Range part = optimizer.part_of(i);
-        const bool has_gradient = gradient_of(optimizer, request, state, i) != nullptr;
-        // With a wrapper an absent gradient counts as zeros, unless the parameter has no memory yet.
-        const bool is_zeros =
-            wrapped && (param.has_master || memory_of_param(optimizer, request, i) != nullptr || param.numel == 0);
-        const Participation &participation = optimizer.participation()[i];
-        const bool present = has_gradient || is_zeros || (!request.initial && participation.absent_is_zeros(stage));
-        const bool sharded = param.flags & DSOPT_PARAM_MODEL_PARALLEL;
-        jobs[i] = {.data = {},
-                   .scale = {},
-                   .remainder = nullptr,
-                   .random_key = param.random_key,
-                   .range = {param.begin + part.begin, part.numel, param.whole},
-                   .first_leaf = int32_t(param.first_leaf + part.begin / kLeaf),
-                   .position = int32_t(optimizer.shards() ? optimizer.parts()->position(i) : param.first_leaf),
-                   .leaves = param.leaves(),
-                   .group = param.group,
-                   .expert = param.expert,
-                   .trust_slot = param.trust_slot,
-                   .counter = int32_t(i),
-                   .ordinal = 1,
-                   .advance = present,
-                   .owner = present ? participation.owner(stage) : Owner::none,
-                   .present = present,
-                   .has_master = param.has_master,
-                   .in_norm = !(param.flags & DSOPT_PARAM_REPLICATED) && (sharded || first_model_rank),
-                   .stochastic = rounds_at_random && param.dtype == DSOPT_DTYPE_BF16,
-                   .zeroes = (request.flags & DSOPT_STEP_ZERO_GRADS) && has_gradient && !optimizer.shards(),
-                   .formats = {},
-                   .stored = param.stored()};
-        set_arrays(optimizer, request, state, means, averages_in(request, participation, stage), i, jobs[i]);
-    }
-}
-
 /// The original's fused Adam has one step counter per group: the counter of the group's last tensor with a gradient. A
 /// step advances it once per parameter dtype that is present, in the order f16, bf16, f32, and all tensors of a dtype
 /// use the value after the advance for that dtype. With a wrapper the original's group is one fp32 tensor, so every
@@ -143,6 +99,48 @@ void plan_groups(const std::vector<dsopt_group> &groups, bool compat, Hyper *hyp
 
 } // namespace
 
+void plan_job(const Optimizer &optimizer, const StepRequest &request, const dsopt_tensor *state, float *means,
+              Stage stage, size_t i, TensorJob &job) {
+    const Param &param = optimizer.params()[i];
+    const Comm *const model = optimizer.attachments().model.get();
+    const Range part = optimizer.part_of(i);
+    const bool has_gradient = gradient_of(optimizer, request, state, i) != nullptr;
+    // With a wrapper an absent gradient counts as zeros, unless the parameter has no memory yet.
+    const bool is_zeros = optimizer.wrapper() != Wrapper::none &&
+                          (param.has_master || memory_of_param(optimizer, request, i) != nullptr || param.numel == 0);
+    const Participation &participation = optimizer.participation()[i];
+    const bool present = has_gradient || is_zeros || (!request.initial && participation.absent_is_zeros(stage));
+    const bool sharded = param.flags & DSOPT_PARAM_MODEL_PARALLEL;
+    const bool rounds_at_random = optimizer.desc().flags & DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING;
+    job = {.data = {},
+           .scale = {},
+           .remainder = nullptr,
+           .random_key = param.random_key,
+           .range = {param.begin + part.begin, part.numel, param.whole},
+           .first_leaf = int32_t(param.first_leaf + part.begin / kLeaf),
+           .position = int32_t(optimizer.shards() ? optimizer.parts()->position(i) : param.first_leaf),
+           .leaves = param.leaves(),
+           .group = param.group,
+           .expert = param.expert,
+           .trust_slot = param.trust_slot,
+           .counter = int32_t(i),
+           .ordinal = 1,
+           .advance = present,
+           .owner = present ? participation.owner(stage) : Owner::none,
+           .present = present,
+           .has_master = param.has_master,
+           .in_norm = !(param.flags & DSOPT_PARAM_REPLICATED) && (sharded || model == nullptr || model->rank() == 0),
+           .stochastic = rounds_at_random && param.dtype == DSOPT_DTYPE_BF16,
+           .zeroes = (request.flags & DSOPT_STEP_ZERO_GRADS) && has_gradient && !optimizer.shards(),
+           .formats = {},
+           .stored = param.stored()};
+    set_arrays(optimizer, request, state, means, averages_in(request, participation, stage), i, job);
+}
+
+void set_gradient_address(const Optimizer &optimizer, const dsopt_tensor &gradient, size_t i, TensorJob &job) {
+    job.data[kGrad] = from_element(gradient.data, optimizer.part_of(i).begin, dtype_size(gradient.dtype));
+}
+
 const dsopt_tensor *gradient_of(const Optimizer &optimizer, const StepRequest &request, const dsopt_tensor *state,
                                 size_t i) {
     if (request.flags & DSOPT_STEP_ACCUMULATED)
@@ -157,10 +155,10 @@ void plan_tables(const Optimizer &optimizer, const StepRequest &request, const d
     if (request.reuse == Reuse::all_but_addresses) {
         const bool averaged = optimizer.parts() != nullptr && (optimizer.desc().flags & DSOPT_OPTIMIZER_AVERAGES);
         for (int64_t i = 0; !averaged && i < step.count; ++i)
-            table.jobs[i].data[kGrad] =
-                from_element(step.grads[i].data, optimizer.part_of(size_t(i)).begin, dtype_size(step.grads[i].dtype));
+            set_gradient_address(optimizer, step.grads[i], size_t(i), table.jobs[i]);
     } else if (request.reuse == Reuse::nothing) {
-        plan_jobs(optimizer, request, state, means, onebit, table.jobs);
+        for (size_t i = 0; i < optimizer.params().size(); ++i)
+            plan_job(optimizer, request, state, means, stage_of(onebit), i, table.jobs[i]);
         plan_groups(optimizer.groups(), optimizer.compat(), table.groups);
         if (optimizer.compat() && optimizer.wrapper() == Wrapper::none)
             assign_group_counters(optimizer.groups(), table.jobs, int64_t(optimizer.params().size()));

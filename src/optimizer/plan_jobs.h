@@ -20,6 +20,11 @@ inline Stage stage_of(const OneBitPlan *onebit) { return onebit != nullptr ? one
 /// True if every rank of a node needs the node's mean of every gradient: in local steps of 0/1 Adam.
 inline bool needs_all_of_node(const OneBitPlan &onebit) { return makes_local_step(onebit); }
 
+/// Fills the entry of a tensor in the table, as plan_tables() does outside compat mode.
+void plan_job(const Optimizer &optimizer, const StepRequest &request, const dsopt_tensor *state, float *means,
+              Stage stage, size_t i, TensorJob &job);
+/// Sets the address of a gradient that differs in nothing else. Means of gradients are always at the same address.
+void set_gradient_address(const Optimizer &optimizer, const dsopt_tensor &gradient, size_t i, TensorJob &job);
 /// Fills the tables of tensors and groups, except for what StepRequest::reuse says is there. `means`: memory for means
 /// of gradients.
 void plan_tables(const Optimizer &optimizer, const StepRequest &request, const dsopt_tensor *state, float *means,

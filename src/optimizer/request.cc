@@ -16,12 +16,21 @@ uint32_t flags_of(const dsopt_step &step) {
 
 namespace {
 
+/// True if the call names values that an update before it could not know.
+bool has_values(const dsopt_step &step) {
+    const void *const values[] = {step.params, step.state,      step.out,  step.lr,
+                                  step.hyper,  step.grad_scale, step.skip, step.grad_norms};
+    return std::any_of(std::begin(values), std::end(values), [](const void *value) { return value != nullptr; });
+}
+
 Facts step_facts(const Optimizer &optimizer, const dsopt_step &step, bool functional) {
     const uint32_t flags = flags_of(step);
     const bool is_empty = step.count == 0; // an empty list needs no memory
     const auto has_matrices = [](const dsopt_group &group) { return is_matrix_rule(group.algorithm); };
     Facts all;
+    const bool early = !functional && (optimizer.desc().flags & DSOPT_OPTIMIZER_EARLY_UPDATE);
     all.add(facts::split_matrices, optimizer.desc().flags & DSOPT_OPTIMIZER_SPLIT_MATRICES)
+        .add(facts::early_update, early)
         .add(facts::functional, functional)
         .add(facts::accumulated, flags & DSOPT_STEP_ACCUMULATED)
         .add(facts::out, step.out != nullptr || (is_empty && (flags & DSOPT_STEP_OUT_ONLY)))
@@ -36,10 +45,12 @@ Facts step_facts(const Optimizer &optimizer, const dsopt_step &step, bool functi
         .add(facts::delta, flags & DSOPT_STEP_DELTA)
         .add(facts::report, step.report != nullptr)
         .add(facts::hyper, step.hyper != nullptr)
-        .add(facts::parallel_for, step.parallel_for != nullptr);
+        .add(facts::parallel_for, step.parallel_for != nullptr)
+        .add(facts::call_values, has_values(step));
     if (all.has(facts::split_matrices))
         all.add(facts::muon, std::any_of(optimizer.groups().begin(), optimizer.groups().end(), has_matrices));
-    return all | facts_of(optimizer.desc());
+    all = all | facts_of(optimizer.desc());
+    return functional ? all.without({facts::early_update}) : all;
 }
 
 } // namespace

@@ -121,7 +121,7 @@ void Scaler::check_attached(const std::shared_ptr<void> &token) const {
 
 ScalerState Scaler::read() const {
     ScalerState state;
-    if (pending_) pending_->wait(/*replays=*/true);
+    if (pending_) pending_->wait(PendingWork::Waits::host_for_replays);
     context_->device().copy(&state, this->state(), sizeof state);
     return state;
 }

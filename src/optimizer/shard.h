@@ -24,10 +24,10 @@ std::vector<int> partition_by_cost(const std::vector<double> &costs, int count);
 /// Returns the vector of a list of parameters, none of which is whole on one rank.
 ListVector vector_of(const std::vector<Param> &params);
 
-/// This rank's parts of the parameters, and the rows in which ranks exchange parts. They follow from the list, the ranks
-/// and the size of buckets. A bucket is a run of consecutive parameters; without a size there is one. A part is one
-/// interval of the vector of its bucket. Without sharded state every part is the whole parameter, and the rows are for
-/// means of gradients. Tensors of matrices are whole on one rank, and have no place in a vector.
+/// This rank's parts of the parameters, and the rows in which ranks exchange parts. They follow from the list, the
+/// ranks and the size of buckets. A bucket is a run of consecutive parameters; without a size there is one. A part is
+/// one interval of the vector of its bucket. Without sharded state every part is the whole parameter, and the rows are
+/// for means of gradients. Tensors of matrices are whole on one rank, and have no place in a vector.
 class RankParts {
 public:
     RankParts(const std::vector<Param> &params, const std::vector<Participation> &participation,
@@ -39,8 +39,8 @@ public:
     const Range &part(size_t param) const { return parts_[param]; }
     /// True if several ranks have parts of a parameter.
     bool is_split(size_t param) const;
-    /// Returns the bucket of a parameter: its first parameter and their number. The count is 0 for tensors that one rank
-    /// has as a whole.
+    /// Returns the bucket of a parameter: its first parameter and their number. The count is 0 for tensors that one
+    /// rank has as a whole.
     std::pair<size_t, size_t> bucket(size_t param) const;
     int buckets() const { return int(buckets_.size()) - 1; }
     /// Returns the number of leaves of this rank's parts, without those of whole tensors of matrices, and with them.
@@ -48,8 +48,8 @@ public:
     int64_t inspected_leaves() const { return inspected_leaves_; }
     /// Returns the position of a part's first leaf among the leaves of all parts. Whole tensors of matrices come last.
     int64_t position(size_t param) const { return positions_[param]; }
-    /// Returns the elements of a parameter that are in this rank's slice of its node; the number of leaves of the slice,
-    /// and the position of the first one of a parameter among them.
+    /// Returns the elements of a parameter that are in this rank's slice of its node; the number of leaves of the
+    /// slice, and the position of the first one of a parameter among them.
     Range slice(size_t param) const;
     int64_t slice_leaves() const { return slice_leaves_; }
     int64_t slice_position(size_t param) const { return slice_positions_[param]; }

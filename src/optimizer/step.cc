@@ -3,6 +3,8 @@
 #include "base/sizes.h"
 #include "base/struct_io.h"
 #include "optimizer/plan.h"
+#include "optimizer/ready.h"
+#include "rules/options.h"
 #include "step/agree.h"
 #include <algorithm>
 #include <cstring>
@@ -35,13 +37,7 @@ void copy_list(std::vector<dsopt_tensor> &to, const dsopt_tensor *from, int64_t 
 /// True if the lists differ in addresses only, and the new addresses are legal.
 bool differs_in_addresses(const dsopt_tensor *now, const std::vector<dsopt_tensor> &before, int64_t count) {
     bool may = now != nullptr;
-    for (int64_t i = 0; i < count && may; ++i) {
-        const dsopt_tensor &a = now[i], &b = before[size_t(i)];
-        may = a.numel == b.numel && a.dtype == b.dtype && a.reserved == b.reserved &&
-              (a.data != nullptr) == (b.data != nullptr) &&
-              // of an absent tensor no other field was checked, and its dtype may be 0
-              (a.data == nullptr || reinterpret_cast<uintptr_t>(a.data) % dtype_size(a.dtype) == 0);
-    }
+    for (int64_t i = 0; i < count && may; ++i) may = differs_in_address(now[i], before[size_t(i)]);
     return may;
 }
 
@@ -73,59 +69,79 @@ template <class F> void run_or_report(Optimizer &optimizer, const dsopt_step *st
     }
 }
 
+/// Returns the aligned part of a workspace.
+char *aligned(void *workspace) { return static_cast<char *>(workspace) + alignment_padding(workspace); }
+
 } // namespace
 
-void Optimizer::run(const StepRequest &request, const dsopt_tensor *state, void *workspace) const {
-    const Device &device = context_->device();
-    void *const stream = request.step.stream;
-    char *const begin = static_cast<char *>(workspace) + alignment_padding(workspace);
-    HostScratch scratch(host_scratch_, request.host ? 0 : sizes().host_bytes);
-    const StepMemory memory(sizes(), begin, request.host ? request.host : scratch.data());
-    HostScratch matrix_scratch(matrix_scratch_, sizes().matrix_scratch);
-    if (!request.stateful) device.clear(memory.control, kZeroedBytes, stream);
+bool differs_in_address(const dsopt_tensor &now, const dsopt_tensor &before) {
+    return now.numel == before.numel && now.dtype == before.dtype && now.reserved == before.reserved &&
+           (now.data != nullptr) == (before.data != nullptr) &&
+           // of an absent tensor no other field was checked, and its dtype may be 0
+           (now.data == nullptr || reinterpret_cast<uintptr_t>(now.data) % dtype_size(now.dtype) == 0);
+}
 
-    const StepTable table(memory.table, sizes().shape);
-    const OneBit *const family = this->onebit();
-    const bool engine_schedule = family != nullptr && request.engine_schedule;
-    PlannedOneBit onebit;
+Optimizer::Planned::Planned(const Optimizer &optimizer, const StepRequest &request, const dsopt_tensor *state,
+                            void *workspace) :
+    scratch(optimizer.host_scratch_, request.host ? 0 : optimizer.sizes().host_bytes),
+    matrix_scratch(optimizer.matrix_scratch_, request.is_part ? 0 : optimizer.sizes().matrix_scratch),
+    memory(optimizer.sizes(), aligned(workspace), request.host ? request.host : scratch.data()),
+    table(memory.table, optimizer.sizes().shape),
+    ranks(request.initial ? CommSet{} : optimizer.comms()) {
+    if (!request.stateful) optimizer.context().device().clear(memory.control, kZeroedBytes, request.step.stream);
+    const OneBit *const family = optimizer.onebit();
     if (family != nullptr)
-        family->plan(this->state(), state, table.onebit, memory.exchange, memory.factors, engine_schedule, stream,
-                     onebit);
-    MatrixPlan matrices{};
-    if (this->matrices() != nullptr) matrices = plan_matrices(*this, request, memory, table, matrix_scratch.data());
-    StepPlan plan = make_plan(*this, request, state, memory, table, family != nullptr ? &onebit.plan : nullptr,
-                              this->matrices() != nullptr ? &matrices : nullptr);
+        family->plan(optimizer.state(), state, table.onebit, memory.exchange, memory.factors, request.engine_schedule,
+                     request.step.stream, onebit);
+    const bool has_matrices = optimizer.matrices() != nullptr && !request.is_part;
+    if (has_matrices) matrices = plan_matrices(optimizer, request, memory, table, matrix_scratch.data());
+    plan = make_plan(optimizer, request, state, memory, table, family != nullptr ? &onebit.plan : nullptr,
+                     has_matrices ? &matrices : nullptr);
     if (request.stateful) {
-        plan.outcome = outcome_.data();
-        plan.execution.cache = of_steps_.cache.get();
+        plan.outcome = optimizer.outcome_.data();
+        plan.execution.cache = optimizer.of_steps_.cache.get();
     }
-    if (context_->checks_pointers()) check_pointers(*this, request, plan);
+    if (optimizer.context().checks_pointers() && !request.is_part) check_pointers(optimizer, request, plan);
+    if (optimizer.parts() != nullptr && !request.initial)
+        rows.emplace(plan_rows(optimizer, request, state, memory, plan));
+    phases = phases_of(plan, rows ? &*rows : nullptr, ranks);
+}
 
-    const CommSet ranks = request.initial ? CommSet{} : comms();
-    std::optional<StepRows> rows;
-    if (parts() != nullptr && !request.initial) rows.emplace(plan_rows(*this, request, state, memory, plan));
-    const PhaseList phases = phases_of(plan, rows ? &*rows : nullptr, ranks);
+StepRun Optimizer::Planned::run(const Optimizer &optimizer, FunctionRef<void()> compare, int64_t compared_bytes) const {
+    return {.context = optimizer.context(),
+            .plan = plan,
+            .phases = phases,
+            .compare = compare,
+            .compared_bytes = compared_bytes,
+            .comms = ranks,
+            .host_norms = memory.host_norms,
+            .rows = rows ? &*rows : nullptr,
+            .zeroed = rows && (plan.flags & DSOPT_STEP_ZERO_GRADS) ? memory.gradients : nullptr,
+            .parts = {}};
+}
+
+void Optimizer::run(const StepRequest &request, const dsopt_tensor *state, void *workspace) const {
+    const Planned planned(*this, request, state, workspace);
+    const StepPlan &plan = planned.plan;
+    const PhaseList &phases = planned.phases;
     if (request.stateful && context_->logs(DSOPT_LOG_TRACE) && std::exchange(of_steps_.logged, phases) != phases)
-        context_->log(DSOPT_LOG_TRACE, "phases of a step: %s", to_text(phases, plan, ranks).c_str());
-    if (engine_schedule) family->invalidate_schedule(); // in case the step fails
+        context_->log(DSOPT_LOG_TRACE, "phases of a step: %s", to_text(phases, plan, planned.ranks).c_str());
+    const bool engine_schedule = onebit() != nullptr && request.engine_schedule;
+    if (engine_schedule) onebit()->invalidate_schedule(); // in case the step fails
     const bool checks = request.ranks_compared != nullptr && checks_ranks(*this);
     const bool checks_lists = !checks && request.stateful && derived_.sends_lists() && !of_steps_.lists_compared;
+    ReadyGradients *const ready = request.stateful && ready_ && !ready_->empty() ? ready_.get() : nullptr;
     const auto compare = [&] {
+        if (ready != nullptr) ready->ended = true;
         if (checks) *request.ranks_compared = true;
         if (checks || checks_lists)
-            check_ranks(*this, plan, phases, rows ? &*rows : nullptr, checks_lists, request.stateful);
+            check_ranks(*this, plan, phases, planned.rows ? &*planned.rows : nullptr, checks_lists, request.stateful);
     };
-    drive({.context = *context_,
-           .plan = plan,
-           .phases = phases,
-           .compare = compare,
-           .compared_bytes = checks || checks_lists ? kComparedBytes : 0,
-           .comms = ranks,
-           .host_norms = memory.host_norms,
-           .rows = rows ? &*rows : nullptr,
-           .zeroed = rows && (plan.flags & DSOPT_STEP_ZERO_GRADS) ? memory.gradients : nullptr});
-    if (request.stateful && desc_.skip_budget > 0) outcome_.enqueue_copy(device, stream);
-    if (engine_schedule) family->count_step(onebit.plan);
+    StepRun run = planned.run(*this, compare, checks || checks_lists ? kComparedBytes : 0);
+    if (ready != nullptr && ready->planned) run.parts = StepParts{*phase_of_parts(), ready->left()};
+    drive(run);
+    if (request.stateful && desc_.skip_budget > 0) outcome_.enqueue_copy(context_->device(), request.step.stream);
+    if (engine_schedule) onebit()->count_step(planned.onebit.plan);
 }
 
 /// The original's wrappers take one step of the base optimizer on zero gradients when they are constructed: counters
@@ -148,6 +164,22 @@ void Optimizer::apply(const dsopt_step *step) {
 }
 
 void Optimizer::execute_step(const dsopt_step &step, bool &ranks_compared) {
+    if (!(step.flags & DSOPT_STEP_READY)) {
+        check_nothing_ready();
+        return execute_whole_step(step, ranks_compared);
+    }
+    const dsopt_step whole = complete_ready(step);
+    order_after_calls(step.stream);
+    try {
+        execute_whole_step(whole, ranks_compared);
+    } catch (...) {
+        if (ready_ && ready_->ended) ready_->clear();
+        throw;
+    }
+    if (ready_) ready_->clear();
+}
+
+void Optimizer::execute_whole_step(const dsopt_step &step, bool &ranks_compared) {
     check_skip_budget(step.stream);
     check_scaler();
     const Reuse reuse = reuse_of(step);
@@ -252,6 +284,7 @@ void Optimizer::count_call(const dsopt_step &step) {
 }
 
 void Optimizer::execute_apply(const dsopt_step &step, bool &ranks_compared) const {
+    if (step.flags & DSOPT_STEP_READY) check_options<At::step>({facts::ready, facts::functional});
     check_step(*this, step, true);
     check_state_list(*this, step.state, step.state_count, true);
     const size_t needed = sizes().workspace_bytes + alignment_padding(step.workspace);

@@ -27,10 +27,16 @@ enum Fact : uint8_t {
     shard_node,
     split_matrices,
     bucket,
+    early_update,
+    scaler,
+    nonfinite_skip,
+    skip_budget,
+    max_norm, // of the optimizer, or of a group
     // dsopt_group
     onebit_adam,
     zero_one_adam,
     onebit_lamb,
+    lamb,
     muon,
     other_algorithm,
     standard_only,
@@ -69,6 +75,9 @@ enum Fact : uint8_t {
     hyper,
     parallel_for,
     parallel_user,
+    ready,
+    zero_grads,
+    call_values,
     has_master,
     adds_local_steps,
     // dsopt_comm_desc
@@ -112,6 +121,11 @@ public:
     constexpr Facts &add(Fact fact, bool is_true = true) {
         words_[fact / 64] |= uint64_t(is_true) << fact % 64;
         return *this;
+    }
+    constexpr Facts without(Facts other) const {
+        Facts left = *this;
+        for (size_t i = 0; i < kWords; ++i) left.words_[i] &= ~other.words_[i];
+        return left;
     }
     constexpr Facts operator|(const Facts &other) const {
         Facts both = *this;
@@ -161,9 +175,15 @@ inline constexpr FactName kFactNames[] = {
     {shard_node, "DSOPT_OPTIMIZER_SHARD_NODE"},
     {split_matrices, "DSOPT_OPTIMIZER_SPLIT_MATRICES"},
     {bucket, "dsopt_optimizer_desc.bucket"},
+    {early_update, "DSOPT_OPTIMIZER_EARLY_UPDATE"},
+    {scaler, "dsopt_optimizer_desc.scaler"},
+    {nonfinite_skip, "DSOPT_NONFINITE_SKIP"},
+    {skip_budget, "dsopt_optimizer_desc.skip_budget"},
+    {max_norm, "max_norm of the optimizer or a group"},
     {onebit_adam, "DSOPT_ALGORITHM_ONEBIT_ADAM"},
     {zero_one_adam, "DSOPT_ALGORITHM_ZERO_ONE_ADAM"},
     {onebit_lamb, "DSOPT_ALGORITHM_ONEBIT_LAMB"},
+    {lamb, "DSOPT_ALGORITHM_LAMB"},
     {muon, "DSOPT_ALGORITHM_MUON"},
     {other_algorithm, "parameters of other algorithms next to the 1-bit family"},
     {standard_only, "SGD, Adagrad, Lion, Muon"},
@@ -200,6 +220,9 @@ inline constexpr FactName kFactNames[] = {
     {hyper, "dsopt_step.hyper"},
     {parallel_for, "dsopt_step.parallel_for"},
     {parallel_user, "dsopt_step.parallel_user"},
+    {ready, "DSOPT_STEP_READY or dsopt_optimizer_ready"},
+    {zero_grads, "DSOPT_STEP_ZERO_GRADS"},
+    {call_values, "dsopt_step.params, state, out, lr, hyper, grad_scale, skip, grad_norms"},
     {has_master, "a parameter with a master"},
     {adds_local_steps, "a parameter of 0/1 Adam without a master"},
     {local_comm, "DSOPT_COMM_KIND_LOCAL"},

@@ -61,7 +61,12 @@ Facts facts_of(const dsopt_optimizer_desc &desc) {
         .add(facts::shard, flag(DSOPT_OPTIMIZER_SHARD))
         .add(facts::shard_node, flag(DSOPT_OPTIMIZER_SHARD_NODE))
         .add(facts::split_matrices, flag(DSOPT_OPTIMIZER_SPLIT_MATRICES))
-        .add(facts::bucket, desc.bucket != 0);
+        .add(facts::bucket, desc.bucket != 0)
+        .add(facts::early_update, flag(DSOPT_OPTIMIZER_EARLY_UPDATE))
+        .add(facts::scaler, desc.scaler != nullptr)
+        .add(facts::nonfinite_skip, desc.nonfinite == DSOPT_NONFINITE_SKIP)
+        .add(facts::skip_budget, desc.skip_budget != 0)
+        .add(facts::max_norm, desc.max_norm > 0);
 }
 
 } // namespace dsopt

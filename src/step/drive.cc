@@ -6,6 +6,7 @@
 #include "step/gather.h"
 #include "step/matrices.h"
 #include "step/onebit.h"
+#include <algorithm>
 
 namespace dsopt {
 namespace {
@@ -57,19 +58,30 @@ void reserve_messages(const StepRun &run) {
             each->reserve(run);
 }
 
+/// Runs the phases [first, end). `in_parts`: neighbours of this phase are not run together with it.
+void run_phases(const StepRun &run, StepKernels &kernels, size_t first, size_t last, size_t in_parts) {
+    const Phases all = run.phases.all();
+    for (PhaseRun part{all, first, first}; part.end < last;) {
+        part.begin = part.end++;
+        const Phase phase = all[part.begin];
+        if (part.begin == in_parts) {
+            for (const TensorInterval &interval : run.parts->left) kernels.run({all, part.begin, part.end, interval});
+        } else if (const DriverPhase *const each = driver_phase(phase)) {
+            const bool has_run = part.begin < in_parts && in_parts < all.size() && info_of(phase).ranks == kNoRanks;
+            if (!has_run) each->run(run, kernels);
+        } else {
+            while (part.end < last && part.end != in_parts && info_of(all[part.end]).on_device) ++part.end;
+            kernels.run(part);
+            continue;
+        }
+        if (part.ends_timing(0)) kernels.mark(info_of(phase).ms);
+    }
+}
+size_t index_of(Phase phase, Phases all) { return size_t(std::find(all.begin(), all.end(), phase) - all.begin()); }
 void run_phases(const StepRun &run, StepKernels &kernels) {
     const Phases all = run.phases.all();
     kernels.mark(-1);
-    for (PhaseRun part{all, 0, 0}; part.end < all.size();) {
-        part.begin = part.end++;
-        if (const DriverPhase *const each = driver_phase(all[part.begin])) {
-            each->run(run, kernels);
-            if (part.ends_timing(0)) kernels.mark(info_of(all[part.begin]).ms);
-            continue;
-        }
-        while (part.end < all.size() && info_of(all[part.end]).on_device) ++part.end;
-        kernels.run(part);
-    }
+    run_phases(run, kernels, 0, all.size(), run.parts ? index_of(run.parts->phase, all) : all.size());
 }
 
 } // namespace
@@ -79,13 +91,27 @@ void drive(const StepRun &run) {
     const auto &[data, model, experts, expert_count, node] = run.comms;
     const bool alone = data == nullptr && model == nullptr && expert_count == 0 && node == nullptr;
     device.kernels().run_step(run.plan, [&](StepKernels &kernels) {
-        if (alone) return run_phases(run, kernels);
+        if (alone) {
+            run.compare();
+            return run_phases(run, kernels);
+        }
         reserve_messages(run);
         run.compare();
         unusable_on_failure(run.comms, [&] { run_phases(run, kernels); });
     });
     const Execution &execution = run.plan.execution;
     if (run.zeroed != nullptr) device.kernels().zero(run.zeroed, run.plan.count, execution.parallel, execution.stream);
+}
+
+void drive_part(const StepRun &run, Phase phase, bool is_first,
+                FunctionRef<void(FunctionRef<void(const TensorInterval &)>)> for_intervals) {
+    run.context.device().kernels().run_step(run.plan, [&](StepKernels &kernels) {
+        const Phases all = run.phases.all();
+        const size_t index = index_of(phase, all);
+        kernels.mark(-1);
+        if (is_first) run_phases(run, kernels, 0, index, all.size());
+        for_intervals([&](const TensorInterval &interval) { kernels.run({all, index, index + 1, interval}); });
+    });
 }
 
 } // namespace dsopt

@@ -8,6 +8,13 @@
 
 namespace dsopt {
 
+/// A step in parts: one of its phases, inspect or update, has run for some tensors, and what the driver does before it
+/// without ranks.
+struct StepParts {
+    Phase phase;
+    std::span<const TensorInterval> left; // the other tensors
+};
+
 /// A step that is ready to run.
 struct StepRun {
     const Context &context;
@@ -19,6 +26,7 @@ struct StepRun {
     double *host_norms;         // NormTable::size_with_message() on the host, unless backend memory is the host's
     const StepRows *rows;       // NULL unless the engine averages gradients, or state is sharded
     const dsopt_tensor *zeroed; // gradients that are zeroed after the step, one entry per tensor; NULL: by kernels
+    std::optional<StepParts> parts;
 };
 
 /// Runs a step: compares ranks, then runs the phases.
@@ -32,5 +40,9 @@ struct StepRun {
 /// compensated values that were to be sent. Parameters, moments, counters and schedule are as before the step, except
 /// for 0/1 Adam's local step before a synchronisation.
 void drive(const StepRun &run);
+/// Runs a phase for the tensors that `for_intervals` passes on, before drive() runs the rest of the step. `is_first`:
+/// also runs what precedes the phase and concerns all tensors.
+void drive_part(const StepRun &run, Phase phase, bool is_first,
+                FunctionRef<void(FunctionRef<void(const TensorInterval &)>)> for_intervals);
 
 } // namespace dsopt

@@ -25,7 +25,7 @@ PhaseList phases_of(const StepPlan &plan, const StepRows *rows, const CommSet &c
         list.add_if(in_parts, Phase::complete_squares);
     }
     list.add(in_parts ? Phase::fold_completed : Phase::fold);
-    list.add_if(has_peers(comms), Phase::agree);
+    list.add_if(has_peers(comms) && !policy.early, Phase::agree);
     list.add(Phase::decide);
     if (onebit != nullptr) {
         list.add_if(onebit->trust_factor != nullptr || makes_local_step(*onebit), Phase::begin_onebit);

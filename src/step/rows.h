@@ -10,16 +10,16 @@
 
 namespace dsopt {
 
-/// Consecutive tensors of a list, in one vector; or those of a list that one rank has as a whole, in one vector per owner.
-/// Tensors that are in another section have no elements here.
+/// Consecutive tensors of a list, in one vector; or those of a list that one rank has as a whole, in one vector per
+/// owner. Tensors that are in another section have no elements here.
 struct RowSection {
     std::vector<ListVector> vectors;
     size_t first; // index in the list of the vectors' first tensor
 };
 
-/// Layout of messages. The list is divided into sections, whose vectors have one chunk per rank: a section of one vector
-/// per owner has the ranks of each owner in turn. A stripe is the same blocks of every chunk of a section, and a row is
-/// the elements of one chunk in a stripe: in the order of the list, each tensor's piece begins at a multiple of
+/// Layout of messages. The list is divided into sections, whose vectors have one chunk per rank: a section of one
+/// vector per owner has the ranks of each owner in turn. A stripe is the same blocks of every chunk of a section, and a
+/// row is the elements of one chunk in a stripe: in the order of the list, each tensor's piece begins at a multiple of
 /// kCacheLine bytes. Every row of a stripe has the length of the longest one, and gaps are zeros. Stripes bound the
 /// memory for rows, whatever the list.
 class RowLayout {

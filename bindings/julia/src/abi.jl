@@ -99,6 +99,7 @@ const DSOPT_OPTIMIZER_MOMENTUM_BITS = Int32(128)
 const DSOPT_OPTIMIZER_SHARD = Int32(256)
 const DSOPT_OPTIMIZER_SHARD_NODE = Int32(512)
 const DSOPT_OPTIMIZER_SPLIT_MATRICES = Int32(1024)
+const DSOPT_OPTIMIZER_EARLY_UPDATE = Int32(2048)
 const DSOPT_MASTERS_PER_TENSOR = Int32(0)
 const DSOPT_MASTERS_FLAT = Int32(1)
 const DSOPT_MASTERS_REMAINDER = Int32(2)
@@ -142,11 +143,13 @@ const DSOPT_RESET_MOMENTS = Int32(2)
 const DSOPT_RESET_COUNTERS = Int32(4)
 const DSOPT_RESET_GRADS = Int32(8)
 const DSOPT_RESET_ERRORS = Int32(16)
+const DSOPT_RESET_READY = Int32(32)
 const DSOPT_STEP_ZERO_GRADS = Int32(1)
 const DSOPT_STEP_OUT_ONLY = Int32(2)
 const DSOPT_STEP_DELTA = Int32(4)
 const DSOPT_STEP_ACCUMULATED = Int32(8)
 const DSOPT_STEP_NO_NAN = Int32(16)
+const DSOPT_STEP_READY = Int32(32)
 const DSOPT_REPORT_SKIPPED = Int32(0)
 const DSOPT_REPORT_GRAD_NORM = Int32(1)
 const DSOPT_REPORT_WEIGHT_NORM = Int32(2)
@@ -175,6 +178,7 @@ const DSOPT_HYPER_GROUP_MAX_NORM = Int32(5)
 const DSOPT_HYPER_MAX_NORM = Int32(6)
 const DSOPT_HYPER_MOMENTUM = Int32(7)
 const DSOPT_HYPER_FLOATS = Int32(16)
+const DSOPT_READY_ACCUMULATED = Int32(1)
 const DSOPT_REDUCTION_FULL = Int32(1)
 const DSOPT_REDUCTION_COMPRESSED = Int32(2)
 const DSOPT_REDUCTION_LOCAL = Int32(3)
@@ -366,6 +370,18 @@ Base.@kwdef struct dsopt_step
     hyper::Ptr{Float32} = C_NULL
 end
 
+Base.@kwdef struct dsopt_ready
+    size::UInt64 = 64
+    params::Ptr{Int64} = C_NULL
+    first::Int64 = 0
+    count::Int64 = 0
+    grads::Ptr{dsopt_tensor} = C_NULL
+    stream::Ptr{Cvoid} = C_NULL
+    flags::Int32 = 0
+    reserved::Int32 = 0
+    free_from::Int64 = 0
+end
+
 Base.@kwdef struct dsopt_schedule_info
     size::UInt64 = 40
     step::Int32 = 0
@@ -510,7 +526,7 @@ end
 
 # The functions of the library. Their addresses are looked up when the package is loaded: the library may be anywhere.
 # A Ref or an Array can be passed for a pointer to a struct. A call keeps it alive, but not the targets of its pointers.
-const ADDRESSES = fill(C_NULL, 61)
+const ADDRESSES = fill(C_NULL, 64)
 const NAMES = (
     :dsopt_version, :dsopt_abi_version, :dsopt_build_info, :dsopt_status_name, :dsopt_last_error, :dsopt_context_create,
     :dsopt_context_query, :dsopt_context_destroy, :dsopt_group_init, :dsopt_optimizer_create, :dsopt_optimizer_destroy,
@@ -518,7 +534,8 @@ const NAMES = (
     :dsopt_optimizer_get, :dsopt_optimizer_count, :dsopt_optimizer_state_count, :dsopt_optimizer_state,
     :dsopt_optimizer_shard, :dsopt_optimizer_export, :dsopt_optimizer_import, :dsopt_optimizer_export_f32,
     :dsopt_optimizer_import_f32, :dsopt_optimizer_bind, :dsopt_optimizer_reset, :dsopt_optimizer_step,
-    :dsopt_optimizer_apply, :dsopt_optimizer_workspace, :dsopt_optimizer_init_state, :dsopt_optimizer_accumulate,
+    :dsopt_optimizer_ready, :dsopt_optimizer_wait, :dsopt_optimizer_bucket, :dsopt_optimizer_apply,
+    :dsopt_optimizer_workspace, :dsopt_optimizer_init_state, :dsopt_optimizer_accumulate,
     :dsopt_optimizer_next_reduction, :dsopt_optimizer_next_reduction_on_device, :dsopt_schedule_decode,
     :dsopt_optimizer_report, :dsopt_optimizer_save, :dsopt_optimizer_load, :dsopt_scaler_create, :dsopt_scaler_destroy,
     :dsopt_scaler_detach, :dsopt_scaler_device_scale, :dsopt_scaler_set, :dsopt_scaler_update, :dsopt_scaler_query,
@@ -644,151 +661,163 @@ function dsopt_optimizer_step(opt, step)
     return ccall(ADDRESSES[27], Int32, (Ptr{Cvoid}, Ptr{dsopt_step}), opt, step)
 end
 
+function dsopt_optimizer_ready(opt, ready)
+    return ccall(ADDRESSES[28], Int32, (Ptr{Cvoid}, Ptr{dsopt_ready}), opt, ready)
+end
+
+function dsopt_optimizer_wait(opt, first, count, stream)
+    return ccall(ADDRESSES[29], Int32, (Ptr{Cvoid}, Int64, Int64, Ptr{Cvoid}), opt, first, count, stream)
+end
+
+function dsopt_optimizer_bucket(opt, param, first, count)
+    return ccall(ADDRESSES[30], Int32, (Ptr{Cvoid}, Int64, Ptr{Int64}, Ptr{Int64}), opt, param, first, count)
+end
+
 function dsopt_optimizer_apply(opt, step)
-    return ccall(ADDRESSES[28], Int32, (Ptr{Cvoid}, Ptr{dsopt_step}), opt, step)
+    return ccall(ADDRESSES[31], Int32, (Ptr{Cvoid}, Ptr{dsopt_step}), opt, step)
 end
 
 function dsopt_optimizer_workspace(opt, bytes)
-    return ccall(ADDRESSES[29], Int32, (Ptr{Cvoid}, Ptr{UInt64}), opt, bytes)
+    return ccall(ADDRESSES[32], Int32, (Ptr{Cvoid}, Ptr{UInt64}), opt, bytes)
 end
 
 function dsopt_optimizer_init_state(opt, params, count, state, state_count, stream)
-    return ccall(ADDRESSES[30], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Ptr{dsopt_tensor}, Int64, Ptr{Cvoid}),
+    return ccall(ADDRESSES[33], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Ptr{dsopt_tensor}, Int64, Ptr{Cvoid}),
                  opt, params, count, state, state_count, stream)
 end
 
 function dsopt_optimizer_accumulate(opt, grads, count, stream)
-    return ccall(ADDRESSES[31], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Ptr{Cvoid}), opt, grads, count, stream)
+    return ccall(ADDRESSES[34], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Ptr{Cvoid}), opt, grads, count, stream)
 end
 
 function dsopt_optimizer_next_reduction(opt, call, reduction)
-    return ccall(ADDRESSES[32], Int32, (Ptr{Cvoid}, Int64, Ptr{Int32}), opt, call, reduction)
+    return ccall(ADDRESSES[35], Int32, (Ptr{Cvoid}, Int64, Ptr{Int32}), opt, call, reduction)
 end
 
 function dsopt_optimizer_next_reduction_on_device(opt, schedule, reduction, stream)
-    return ccall(ADDRESSES[33], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Ptr{Int32}, Ptr{Cvoid}), opt, schedule,
+    return ccall(ADDRESSES[36], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Ptr{Int32}, Ptr{Cvoid}), opt, schedule,
                  reduction, stream)
 end
 
 function dsopt_schedule_decode(opt, words, info)
-    return ccall(ADDRESSES[34], Int32, (Ptr{Cvoid}, Ptr{Int32}, Ptr{dsopt_schedule_info}), opt, words, info)
+    return ccall(ADDRESSES[37], Int32, (Ptr{Cvoid}, Ptr{Int32}, Ptr{dsopt_schedule_info}), opt, words, info)
 end
 
 function dsopt_optimizer_report(opt, report)
-    return ccall(ADDRESSES[35], Int32, (Ptr{Cvoid}, Ptr{dsopt_report}), opt, report)
+    return ccall(ADDRESSES[38], Int32, (Ptr{Cvoid}, Ptr{dsopt_report}), opt, report)
 end
 
 function dsopt_optimizer_save(opt, path, io)
-    return ccall(ADDRESSES[36], Int32, (Ptr{Cvoid}, Cstring, Ptr{dsopt_io}), opt, path, io)
+    return ccall(ADDRESSES[39], Int32, (Ptr{Cvoid}, Cstring, Ptr{dsopt_io}), opt, path, io)
 end
 
 function dsopt_optimizer_load(opt, path, io)
-    return ccall(ADDRESSES[37], Int32, (Ptr{Cvoid}, Cstring, Ptr{dsopt_io}), opt, path, io)
+    return ccall(ADDRESSES[40], Int32, (Ptr{Cvoid}, Cstring, Ptr{dsopt_io}), opt, path, io)
 end
 
 function dsopt_scaler_create(ctx, desc, scaler)
-    return ccall(ADDRESSES[38], Int32, (Ptr{Cvoid}, Ptr{dsopt_scaler_desc}, Ptr{Ptr{Cvoid}}), ctx, desc, scaler)
+    return ccall(ADDRESSES[41], Int32, (Ptr{Cvoid}, Ptr{dsopt_scaler_desc}, Ptr{Ptr{Cvoid}}), ctx, desc, scaler)
 end
 
 function dsopt_scaler_destroy(scaler)
-    return ccall(ADDRESSES[39], Cvoid, (Ptr{Cvoid},), scaler)
+    return ccall(ADDRESSES[42], Cvoid, (Ptr{Cvoid},), scaler)
 end
 
 function dsopt_scaler_detach(scaler)
-    return ccall(ADDRESSES[40], Int32, (Ptr{Cvoid},), scaler)
+    return ccall(ADDRESSES[43], Int32, (Ptr{Cvoid},), scaler)
 end
 
 function dsopt_scaler_device_scale(scaler)
-    return ccall(ADDRESSES[41], Ptr{Float32}, (Ptr{Cvoid},), scaler)
+    return ccall(ADDRESSES[44], Ptr{Float32}, (Ptr{Cvoid},), scaler)
 end
 
 function dsopt_scaler_set(scaler, what, value, stream)
-    return ccall(ADDRESSES[42], Int32, (Ptr{Cvoid}, Int32, Float64, Ptr{Cvoid}), scaler, what, value, stream)
+    return ccall(ADDRESSES[45], Int32, (Ptr{Cvoid}, Int32, Float64, Ptr{Cvoid}), scaler, what, value, stream)
 end
 
 function dsopt_scaler_update(scaler, overflow, stream)
-    return ccall(ADDRESSES[43], Int32, (Ptr{Cvoid}, Ptr{Int32}, Ptr{Cvoid}), scaler, overflow, stream)
+    return ccall(ADDRESSES[46], Int32, (Ptr{Cvoid}, Ptr{Int32}, Ptr{Cvoid}), scaler, overflow, stream)
 end
 
 function dsopt_scaler_query(scaler, info)
-    return ccall(ADDRESSES[44], Int32, (Ptr{Cvoid}, Ptr{dsopt_scaler_info}), scaler, info)
+    return ccall(ADDRESSES[47], Int32, (Ptr{Cvoid}, Ptr{dsopt_scaler_info}), scaler, info)
 end
 
 function dsopt_scaler_scale_loss(scaler, loss, stream)
-    return ccall(ADDRESSES[45], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Ptr{Cvoid}), scaler, loss, stream)
+    return ccall(ADDRESSES[48], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Ptr{Cvoid}), scaler, loss, stream)
 end
 
 function dsopt_scaler_init_state(scaler, state, count, stream)
-    return ccall(ADDRESSES[46], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Ptr{Cvoid}), scaler, state, count, stream)
+    return ccall(ADDRESSES[49], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Ptr{Cvoid}), scaler, state, count, stream)
 end
 
 function dsopt_scaler_update_arrays(scaler, state, count, overflow, stream)
-    return ccall(ADDRESSES[47], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Ptr{Int32}, Ptr{Cvoid}), scaler, state,
+    return ccall(ADDRESSES[50], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Ptr{Int32}, Ptr{Cvoid}), scaler, state,
                  count, overflow, stream)
 end
 
 function dsopt_scaler_decode(words, info)
-    return ccall(ADDRESSES[48], Int32, (Ptr{Int32}, Ptr{dsopt_scaler_info}), words, info)
+    return ccall(ADDRESSES[51], Int32, (Ptr{Int32}, Ptr{dsopt_scaler_info}), words, info)
 end
 
 function dsopt_comm_unique_id(kind, id, bytes)
-    return ccall(ADDRESSES[49], Int32, (Int32, Ptr{Cvoid}, Ptr{UInt64}), kind, id, bytes)
+    return ccall(ADDRESSES[52], Int32, (Int32, Ptr{Cvoid}, Ptr{UInt64}), kind, id, bytes)
 end
 
 function dsopt_comm_create(ctx, desc, comm)
-    return ccall(ADDRESSES[50], Int32, (Ptr{Cvoid}, Ptr{dsopt_comm_desc}, Ptr{Ptr{Cvoid}}), ctx, desc, comm)
+    return ccall(ADDRESSES[53], Int32, (Ptr{Cvoid}, Ptr{dsopt_comm_desc}, Ptr{Ptr{Cvoid}}), ctx, desc, comm)
 end
 
 function dsopt_comm_query(comm, info)
-    return ccall(ADDRESSES[51], Int32, (Ptr{Cvoid}, Ptr{dsopt_comm_info}), comm, info)
+    return ccall(ADDRESSES[54], Int32, (Ptr{Cvoid}, Ptr{dsopt_comm_info}), comm, info)
 end
 
 function dsopt_comm_all_reduce(comm, list, count, op, stream)
-    return ccall(ADDRESSES[52], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Int32, Ptr{Cvoid}), comm, list, count, op,
+    return ccall(ADDRESSES[55], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Int32, Ptr{Cvoid}), comm, list, count, op,
                  stream)
 end
 
 function dsopt_comm_abort(comm)
-    return ccall(ADDRESSES[53], Cvoid, (Ptr{Cvoid},), comm)
+    return ccall(ADDRESSES[56], Cvoid, (Ptr{Cvoid},), comm)
 end
 
 function dsopt_comm_destroy(comm)
-    return ccall(ADDRESSES[54], Cvoid, (Ptr{Cvoid},), comm)
+    return ccall(ADDRESSES[57], Cvoid, (Ptr{Cvoid},), comm)
 end
 
 function dsopt_zero_grad(ctx, grads, count, how, stream)
-    return ccall(ADDRESSES[55], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Int32, Ptr{Cvoid}), ctx, grads, count,
+    return ccall(ADDRESSES[58], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Int32, Ptr{Cvoid}), ctx, grads, count,
                  how, stream)
 end
 
 function dsopt_tensors_norm(ctx, list, count, norm, max_norm, comm, result, stream)
-    return ccall(ADDRESSES[56], Int32,
+    return ccall(ADDRESSES[59], Int32,
                  (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Int32, Float64, Ptr{Cvoid}, Ptr{dsopt_norm_result}, Ptr{Cvoid}),
                  ctx, list, count, norm, max_norm, comm, result, stream)
 end
 
 function dsopt_tensors_axpby(ctx, a, x, b, y, count, stream)
-    return ccall(ADDRESSES[57], Int32,
+    return ccall(ADDRESSES[60], Int32,
                  (Ptr{Cvoid}, Ptr{Float32}, Ptr{dsopt_tensor}, Float32, Ptr{dsopt_tensor}, Int64, Ptr{Cvoid}), ctx, a,
                  x, b, y, count, stream)
 end
 
 function dsopt_tensors_clamp(ctx, list, count, limit, stream)
-    return ccall(ADDRESSES[58], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Float64, Ptr{Cvoid}), ctx, list, count,
+    return ccall(ADDRESSES[61], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Float64, Ptr{Cvoid}), ctx, list, count,
                  limit, stream)
 end
 
 function dsopt_compressed_sizes(comm, args, worker, server, workspace)
-    return ccall(ADDRESSES[59], Int32, (Ptr{Cvoid}, Ptr{dsopt_compressed}, Ptr{Int64}, Ptr{Int64}, Ptr{UInt64}), comm,
+    return ccall(ADDRESSES[62], Int32, (Ptr{Cvoid}, Ptr{dsopt_compressed}, Ptr{Int64}, Ptr{Int64}, Ptr{UInt64}), comm,
                  args, worker, server, workspace)
 end
 
 function dsopt_compressed_allreduce(comm, args)
-    return ccall(ADDRESSES[60], Int32, (Ptr{Cvoid}, Ptr{dsopt_compressed}), comm, args)
+    return ccall(ADDRESSES[63], Int32, (Ptr{Cvoid}, Ptr{dsopt_compressed}), comm, args)
 end
 
 function dsopt_compressed_errors(comm, args, worker, server)
-    return ccall(ADDRESSES[61], Int32, (Ptr{Cvoid}, Ptr{dsopt_compressed}, Ptr{Float32}, Ptr{Float32}), comm, args,
+    return ccall(ADDRESSES[64], Int32, (Ptr{Cvoid}, Ptr{dsopt_compressed}, Ptr{Float32}, Ptr{Float32}), comm, args,
                  worker, server)
 end
 
@@ -802,6 +831,7 @@ const LAYOUT = (
     (dsopt_optimizer_desc, 104, (0, 8, 12, 16, 20, 24, 32, 40, 48, 56, 64, 72, 76, 80, 88, 96)),
     (dsopt_state_info, 80, (0, 8, 16, 24, 48, 56, 60, 64, 72, 76)),
     (dsopt_step, 152, (0, 8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120, 128, 136, 140, 144)),
+    (dsopt_ready, 64, (0, 8, 16, 24, 32, 40, 48, 52, 56)),
     (dsopt_schedule_info, 40, (0, 8, 12, 16, 20, 24, 28, 32, 36)),
     (dsopt_report, 216, (0, 8, 16, 24, 32, 40, 48, 56, 60, 64, 72, 80, 88, 96, 104, 112, 120, 128, 192, 200, 208, 212)),
     (dsopt_io, 80, (0, 8, 12, 16, 24, 32, 40, 48, 52, 56, 64, 72)),

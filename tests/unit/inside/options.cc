@@ -205,6 +205,9 @@ std::vector<Case> optimizer_cases(const Calls &calls) {
         return [&calls, change] { return calls.optimizer(change); };
     };
     constexpr int32_t kShard = DSOPT_OPTIMIZER_SHARD, kInNode = DSOPT_OPTIMIZER_SHARD_NODE;
+    const auto early = [made](const ChangeDesc &change) {
+        return made([change](auto &desc) { desc.flags = DSOPT_OPTIMIZER_EARLY_UPDATE, change(desc); });
+    };
     return {
         {"DSOPT_CONTEXT_CHECK_POINTERS has no effect on the CPU",
          [] {
@@ -253,6 +256,20 @@ std::vector<Case> optimizer_cases(const Calls &calls) {
              Calls::compat(kShard)(desc);
              desc.bucket = 4096;
          })},
+        {"the originals have no parts: EARLY_UPDATE is for standard mode",
+         early([](auto &desc) { desc.compat = DSOPT_COMPAT_DEEPSPEED; })},
+        {"EARLY_UPDATE: max_norm decides about the whole step", early([](auto &desc) { desc.max_norm = 1; })},
+        {"EARLY_UPDATE: a scaler decides about the whole step",
+         [&calls] {
+             const Scaler scaler = make_scaler(calls.context, 8);
+             return calls.optimizer(
+                 [&](auto &desc) { desc.flags = DSOPT_OPTIMIZER_EARLY_UPDATE, desc.scaler = scaler.get(); });
+         }},
+        {"EARLY_UPDATE: DSOPT_NONFINITE_SKIP decides about the whole step",
+         early([](auto &desc) { desc.nonfinite = DSOPT_NONFINITE_SKIP; })},
+        {"EARLY_UPDATE: a skip budget decides about the whole step", early([](auto &desc) { desc.skip_budget = 1; })},
+        {"EARLY_UPDATE: REPORT_NORMS decides about the whole step",
+         early([](auto &desc) { desc.flags |= DSOPT_OPTIMIZER_REPORT_NORMS; })},
         {"the original's optimizers keep all state on every rank: SHARD is for standard mode",
          made(Calls::compat(kShard))},
         {"SHARD_NODE has no effect without dsopt_optimizer_desc.node", made(calls.flags(kInNode, true))},
@@ -308,6 +325,11 @@ std::vector<Case> group_cases(const Calls &calls) {
                    calls.flags(DSOPT_OPTIMIZER_AVERAGES, true)(desc);
                    desc.bucket = 4096;
                })},
+        {"EARLY_UPDATE: muon decides about the whole step",
+         group(kMuon, {}, calls.flags(DSOPT_OPTIMIZER_EARLY_UPDATE))},
+        {"EARLY_UPDATE: max_norm decides about the whole step",
+         group(
+             kAdamW, [](auto &g) { g.max_norm = 1; }, calls.flags(DSOPT_OPTIMIZER_EARLY_UPDATE))},
         {"DSOPT_OPTIMIZER_MOMENTUM_BITS is for 1-bit Adam", group(kZeroOne, {}, calls.flags(bits))},
         {"DSOPT_OPTIMIZER_MOMENTUM_BITS is for the 1-bit family, whose first group comes first",
          group(kAdamW, {}, calls.flags(bits))},
@@ -379,6 +401,13 @@ std::vector<Case> step_cases(const Calls &calls) {
     };
     const ChangeDesc accumulates = calls.flags(DSOPT_OPTIMIZER_ACCUMULATE);
     return {
+        {"dsopt_optimizer_apply has no parts", step(flagged(DSOPT_STEP_READY), {}, kAdamW, DSOPT_DTYPE_F32, true)},
+        {"the originals have no parts", step(flagged(DSOPT_STEP_READY), Calls::compat())},
+        {"ZERO_GRADS with READY: gradients that were ready may be freed; zero them when they are free",
+         step(flagged(DSOPT_STEP_READY | DSOPT_STEP_ZERO_GRADS))},
+        {"EARLY_UPDATE: params, state, out, lr, hyper, grad_scale, skip and grad_norms of dsopt_step must be NULL: "
+         "parameters are updated before the step",
+         step([](auto &s) { s.lr = &scalar; }, calls.flags(DSOPT_OPTIMIZER_EARLY_UPDATE))},
         {"dsopt_step.grads with DSOPT_STEP_ACCUMULATED: the gradients are in the accumulators",
          step(flagged(DSOPT_STEP_ACCUMULATED), accumulates)},
         {"the optimizer was made without DSOPT_OPTIMIZER_ACCUMULATE", step(from_sums)},

@@ -207,6 +207,37 @@ public:
         });
     }
 
+    /// Trains with gradients that are made ready one by one, the first one of the last step with the step.
+    template <int32_t Flags> std::string parts(MemoryFile &) {
+        dsopt_context_desc desc = context_desc(2);
+        hook_.attach(desc);
+        desc.parallel_for = run_in_order;
+        const dsopt_optimizer_desc optimizer = optimizer_desc(Flags == 0 ? 0.5 : 0, Flags);
+        const dsopt_group group = make_group(DSOPT_ALGORITHM_ADAMW);
+        const auto list = model_.registered();
+        auto grads = list_of(model_.grads);
+        call("context_create", [&] { return dsopt_context_create(&desc, &context_); });
+        call("optimizer_create", [&] { return dsopt_optimizer_create(context_, &optimizer, &opt_); });
+        call("optimizer_add_group", [&] { return dsopt_optimizer_add_group(opt_, &group, list.data(), 4); });
+        for (uint64_t t = 1; t <= 3; ++t) {
+            model_.make_gradients(t);
+            for (int64_t i = 3; i >= (t == 3 ? 1 : 0); --i) {
+                DSOPT_NEW(dsopt_ready, ready);
+                ready.first = i;
+                ready.count = 1;
+                ready.grads = &grads[size_t(i)];
+                call("optimizer_ready", [&] { return dsopt_optimizer_ready(opt_, &ready); });
+            }
+            DSOPT_NEW(dsopt_step, step);
+            step.count = 4;
+            step.flags = DSOPT_STEP_READY;
+            call("optimizer_step", [&] { return dsopt_optimizer_step(opt_, &step); });
+        }
+        news_ = NewCounter::calls;
+        hooks_ = hook_.calls;
+        return model_.text() + state_text(opt_) + hyper_text(opt_);
+    }
+
     /// Trains matrices beside a group of another rule, and saves and loads them.
     std::string orthogonalize(MemoryFile &memory_file) {
         dsopt_context_desc desc = context_desc(2);
@@ -448,6 +479,8 @@ std::vector<Plan> plans() {
     add("Resume", &Training::resume);
     add("Wrap", &Training::wrap);
     add("Accumulate", &Training::accumulate);
+    add("Parts", &Training::parts<0>);
+    add("EarlyParts", &Training::parts<DSOPT_OPTIMIZER_EARLY_UPDATE>);
     add("Muon", &Training::orthogonalize);
     add("OneBitAdam", &Training::exchange<DSOPT_ALGORITHM_ONEBIT_ADAM>);
     add("ZeroOneAdam", &Training::exchange<DSOPT_ALGORITHM_ZERO_ONE_ADAM>);

@@ -168,6 +168,44 @@ TEST_P(WarmStep, AllocatesNothing) {
     EXPECT_EQ(hook.wrong, 0);
 }
 
+// ---------------------------------------------------------------------------------------------------- a step in parts
+TEST(WarmStepInParts, AllocatesNothing) {
+    const std::pair<double, uint32_t> options[] = {{0.5, 0}, {0, 0}, {0, uint32_t(DSOPT_OPTIMIZER_EARLY_UPDATE)}};
+    for (const auto &[max_norm, flags] : options) {
+        HookCounter hook;
+        dsopt_context_desc desc = context_desc(4);
+        hook.attach(desc);
+        desc.parallel_for = run_in_order;
+        Trainer trainer(shapes_of({100000, 0, 33, 9000}, DSOPT_DTYPE_BF16, DSOPT_DTYPE_F16),
+                        optimizer_desc(max_norm, flags), desc);
+        trainer.add(make_group(DSOPT_ALGORITHM_ADAMW), 4);
+        // Gradients at two places, one of which is absent at one of them, so that tables are and are not reused.
+        const Model second_model(shapes_of({100000, 0, 33, 9000}, DSOPT_DTYPE_BF16, DSOPT_DTYPE_F16));
+        std::vector<dsopt_tensor> gradients[] = {list_of(trainer.model.grads), list_of(second_model.grads)};
+        gradients[1][2].data = nullptr;
+        for (int i = 0; i < 8; ++i) {
+            const std::vector<dsopt_tensor> &list = gradients[i / 3 % 2];
+            int64_t allocated = 0;
+            const auto count = [&](const std::function<dsopt_status()> &call) {
+                const AllocationCount found = count_allocations(hook, call);
+                allocated += found.news + found.hooks;
+            };
+            for (int64_t k = 3; k >= 0; --k) {
+                DSOPT_NEW(dsopt_ready, ready);
+                ready.first = k;
+                ready.count = 1;
+                ready.grads = &list[size_t(k)];
+                count([&] { return dsopt_optimizer_ready(trainer.opt(), &ready); });
+            }
+            DSOPT_NEW(dsopt_step, step);
+            step.count = 4;
+            step.flags = DSOPT_STEP_READY;
+            count([&] { return dsopt_optimizer_step(trainer.opt(), &step); });
+            EXPECT_EQ(allocated > 0, i == 0) << i;
+        }
+    }
+}
+
 // ----------------------------------------------------------------------------------------------- low-precision state
 class WarmFormatStep : public testing::TestWithParam<FormatCase> {};
 INSTANTIATE_TEST_SUITE_P(Rules, WarmFormatStep, testing::ValuesIn(all_format_cases()), format_case_name);

@@ -124,6 +124,7 @@ pub const DSOPT_OPTIMIZER_MOMENTUM_BITS: i32 = 128;
 pub const DSOPT_OPTIMIZER_SHARD: i32 = 256;
 pub const DSOPT_OPTIMIZER_SHARD_NODE: i32 = 512;
 pub const DSOPT_OPTIMIZER_SPLIT_MATRICES: i32 = 1024;
+pub const DSOPT_OPTIMIZER_EARLY_UPDATE: i32 = 2048;
 
 // enum dsopt_masters
 pub const DSOPT_MASTERS_PER_TENSOR: i32 = 0;
@@ -179,6 +180,7 @@ pub const DSOPT_RESET_MOMENTS: i32 = 2;
 pub const DSOPT_RESET_COUNTERS: i32 = 4;
 pub const DSOPT_RESET_GRADS: i32 = 8;
 pub const DSOPT_RESET_ERRORS: i32 = 16;
+pub const DSOPT_RESET_READY: i32 = 32;
 
 // enum dsopt_step_flags
 pub const DSOPT_STEP_ZERO_GRADS: i32 = 1;
@@ -186,6 +188,7 @@ pub const DSOPT_STEP_OUT_ONLY: i32 = 2;
 pub const DSOPT_STEP_DELTA: i32 = 4;
 pub const DSOPT_STEP_ACCUMULATED: i32 = 8;
 pub const DSOPT_STEP_NO_NAN: i32 = 16;
+pub const DSOPT_STEP_READY: i32 = 32;
 
 // enum dsopt_report_index
 pub const DSOPT_REPORT_SKIPPED: i32 = 0;
@@ -220,6 +223,9 @@ pub const DSOPT_HYPER_GROUP_MAX_NORM: i32 = 5;
 pub const DSOPT_HYPER_MAX_NORM: i32 = 6;
 pub const DSOPT_HYPER_MOMENTUM: i32 = 7;
 pub const DSOPT_HYPER_FLOATS: i32 = 16;
+
+// enum dsopt_ready_flags
+pub const DSOPT_READY_ACCUMULATED: i32 = 1;
 
 // enum dsopt_reduction
 pub const DSOPT_REDUCTION_FULL: i32 = 1;
@@ -511,6 +517,21 @@ pub struct dsopt_step {
     pub hyper: *const f32,
 }
 const _: () = assert!(std::mem::size_of::<dsopt_step>() == 152);
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct dsopt_ready {
+    pub size: usize,
+    pub params: *const i64,
+    pub first: i64,
+    pub count: i64,
+    pub grads: *const dsopt_tensor,
+    pub stream: *mut c_void,
+    pub flags: i32,
+    pub reserved: i32,
+    pub free_from: i64,
+}
+const _: () = assert!(std::mem::size_of::<dsopt_ready>() == 64);
 
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
@@ -830,6 +851,19 @@ extern "C" {
         stream: *mut c_void,
     ) -> dsopt_status;
     pub fn dsopt_optimizer_step(opt: *mut dsopt_optimizer, step: *const dsopt_step) -> dsopt_status;
+    pub fn dsopt_optimizer_ready(opt: *mut dsopt_optimizer, ready: *mut dsopt_ready) -> dsopt_status;
+    pub fn dsopt_optimizer_wait(
+        opt: *mut dsopt_optimizer,
+        first: i64,
+        count: i64,
+        stream: *mut c_void,
+    ) -> dsopt_status;
+    pub fn dsopt_optimizer_bucket(
+        opt: *const dsopt_optimizer,
+        param: i64,
+        first: *mut i64,
+        count: *mut i64,
+    ) -> dsopt_status;
     pub fn dsopt_optimizer_apply(opt: *const dsopt_optimizer, step: *const dsopt_step) -> dsopt_status;
     pub fn dsopt_optimizer_workspace(opt: *const dsopt_optimizer, bytes: *mut usize) -> dsopt_status;
     pub fn dsopt_optimizer_init_state(
@@ -1072,6 +1106,19 @@ crate::dl::functions! {
     ) -> dsopt_status;
     fn dsopt_optimizer_reset(opt: *mut dsopt_optimizer, what: i32, stream: *mut c_void) -> dsopt_status;
     fn dsopt_optimizer_step(opt: *mut dsopt_optimizer, step: *const dsopt_step) -> dsopt_status;
+    fn dsopt_optimizer_ready(opt: *mut dsopt_optimizer, ready: *mut dsopt_ready) -> dsopt_status;
+    fn dsopt_optimizer_wait(
+        opt: *mut dsopt_optimizer,
+        first: i64,
+        count: i64,
+        stream: *mut c_void,
+    ) -> dsopt_status;
+    fn dsopt_optimizer_bucket(
+        opt: *const dsopt_optimizer,
+        param: i64,
+        first: *mut i64,
+        count: *mut i64,
+    ) -> dsopt_status;
     fn dsopt_optimizer_apply(opt: *const dsopt_optimizer, step: *const dsopt_step) -> dsopt_status;
     fn dsopt_optimizer_workspace(opt: *const dsopt_optimizer, bytes: *mut usize) -> dsopt_status;
     fn dsopt_optimizer_init_state(

@@ -174,6 +174,20 @@ fn layout_of_step() {
 }
 
 #[test]
+fn layout_of_ready() {
+    assert_eq!(size_of::<dsopt_ready>(), 64);
+    assert_eq!(field!(dsopt_ready, size), (0, 8));
+    assert_eq!(field!(dsopt_ready, params), (8, 8));
+    assert_eq!(field!(dsopt_ready, first), (16, 8));
+    assert_eq!(field!(dsopt_ready, count), (24, 8));
+    assert_eq!(field!(dsopt_ready, grads), (32, 8));
+    assert_eq!(field!(dsopt_ready, stream), (40, 8));
+    assert_eq!(field!(dsopt_ready, flags), (48, 4));
+    assert_eq!(field!(dsopt_ready, reserved), (52, 4));
+    assert_eq!(field!(dsopt_ready, free_from), (56, 8));
+}
+
+#[test]
 fn layout_of_schedule_info() {
     assert_eq!(size_of::<dsopt_schedule_info>(), 40);
     assert_eq!(field!(dsopt_schedule_info, size), (0, 8));
@@ -431,6 +445,7 @@ fn constants() {
     assert_eq!(DSOPT_OPTIMIZER_SHARD, 256);
     assert_eq!(DSOPT_OPTIMIZER_SHARD_NODE, 512);
     assert_eq!(DSOPT_OPTIMIZER_SPLIT_MATRICES, 1024);
+    assert_eq!(DSOPT_OPTIMIZER_EARLY_UPDATE, 2048);
     assert_eq!(DSOPT_MASTERS_PER_TENSOR, 0);
     assert_eq!(DSOPT_MASTERS_FLAT, 1);
     assert_eq!(DSOPT_MASTERS_REMAINDER, 2);
@@ -474,11 +489,13 @@ fn constants() {
     assert_eq!(DSOPT_RESET_COUNTERS, 4);
     assert_eq!(DSOPT_RESET_GRADS, 8);
     assert_eq!(DSOPT_RESET_ERRORS, 16);
+    assert_eq!(DSOPT_RESET_READY, 32);
     assert_eq!(DSOPT_STEP_ZERO_GRADS, 1);
     assert_eq!(DSOPT_STEP_OUT_ONLY, 2);
     assert_eq!(DSOPT_STEP_DELTA, 4);
     assert_eq!(DSOPT_STEP_ACCUMULATED, 8);
     assert_eq!(DSOPT_STEP_NO_NAN, 16);
+    assert_eq!(DSOPT_STEP_READY, 32);
     assert_eq!(DSOPT_REPORT_SKIPPED, 0);
     assert_eq!(DSOPT_REPORT_GRAD_NORM, 1);
     assert_eq!(DSOPT_REPORT_WEIGHT_NORM, 2);
@@ -507,6 +524,7 @@ fn constants() {
     assert_eq!(DSOPT_HYPER_MAX_NORM, 6);
     assert_eq!(DSOPT_HYPER_MOMENTUM, 7);
     assert_eq!(DSOPT_HYPER_FLOATS, 16);
+    assert_eq!(DSOPT_READY_ACCUMULATED, 1);
     assert_eq!(DSOPT_REDUCTION_FULL, 1);
     assert_eq!(DSOPT_REDUCTION_COMPRESSED, 2);
     assert_eq!(DSOPT_REDUCTION_LOCAL, 3);

@@ -1,0 +1,256 @@
+// SPDX-License-Identifier: Apache-2.0
+// A step in parts: what dsopt_optimizer_ready does with gradients, and how the step takes them over.
+#include "optimizer/ready.h"
+#include "base/struct_io.h"
+#include "optimizer/plan_jobs.h"
+#include "rules/options.h"
+#include "step/drive.h"
+#include <algorithm>
+
+namespace dsopt {
+
+size_t ReadyGradients::first() const {
+    size_t i = 0;
+    while (progress_[i] == Progress::none) ++i;
+    return i;
+}
+
+void ReadyGradients::add(const dsopt_ready &ready, const std::vector<Param> &params) {
+    for (int64_t k = 0; k < ready.count; ++k) {
+        const size_t i = param_of(ready, k);
+        if (has(i)) {
+            while (k-- > 0) progress_[param_of(ready, k)] = Progress::none;
+            throw Error(DSOPT_ERR_ARGUMENT, "the gradient of '%s' is already ready", params[i].name.c_str());
+        }
+        progress_[i] = Progress::kept;
+    }
+    for (int64_t k = 0; ready.grads != nullptr && k < ready.count; ++k) grads_[param_of(ready, k)] = ready.grads[k];
+    count_ += ready.count;
+    accumulated_ = ready.flags & DSOPT_READY_ACCUMULATED;
+}
+
+void ReadyGradients::remove(const dsopt_ready &ready) {
+    for (int64_t k = 0; k < ready.count; ++k) progress_[param_of(ready, k)] = Progress::none;
+    count_ -= ready.count;
+}
+
+void ReadyGradients::set_done(const dsopt_ready &ready) {
+    for (int64_t k = 0; k < ready.count; ++k) progress_[param_of(ready, k)] = Progress::done;
+    while (done_from_ > 0 && progress_[size_t(done_from_ - 1)] == Progress::done) --done_from_;
+}
+
+void ReadyGradients::clear() {
+    std::fill(progress_.begin(), progress_.end(), Progress::none);
+    count_ = 0;
+    done_from_ = int64_t(progress_.size());
+    planned.reset();
+    ended = false;
+}
+
+const dsopt_tensor *ReadyGradients::complete(const dsopt_tensor *others) {
+    for (size_t i = 0; count_ != int64_t(grads_.size()) && i < grads_.size(); ++i)
+        if (!has(i)) grads_[i] = others != nullptr ? others[i] : dsopt_tensor{};
+    return grads_.data();
+}
+
+std::span<const TensorInterval> ReadyGradients::left() {
+    size_t count = 0;
+    for (size_t i = 0; i < progress_.size(); ++i) {
+        if (progress_[i] == Progress::done) continue;
+        if (count == 0 || intervals_[count - 1].end() != int64_t(i)) intervals_[count++] = {int64_t(i), 0};
+        ++intervals_[count - 1].count;
+    }
+    return {intervals_.data(), count};
+}
+
+namespace {
+
+/// Throws if an argument is wrong, or if the gradients cannot be ready now.
+void check_ready(const Optimizer &optimizer, const dsopt_ready &ready, const ReadyGradients *earlier) {
+    check_groups(optimizer);
+    const std::vector<Param> &params = optimizer.params();
+    const dsopt_optimizer_desc &desc = optimizer.desc();
+    const bool accumulated = ready.flags & DSOPT_READY_ACCUMULATED;
+    if (ready.flags & ~DSOPT_READY_ACCUMULATED)
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_ready.flags has unknown bits: 0x%x", ready.flags);
+    if (ready.reserved != 0) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_ready.reserved is %d, must be 0", ready.reserved);
+    check_options<At::step>(facts_of(desc).without({facts::early_update}) |
+                            Facts{facts::ready}.add(facts::accumulated, accumulated));
+    const auto size = int64_t(params.size());
+    if (ready.count < 0 || ready.count > size)
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_ready.count is %lld, there are %zu parameters", ll(ready.count),
+                    params.size());
+    if (ready.params == nullptr && (ready.first < 0 || ready.first > size - ready.count))
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_ready: parameters [%lld, %lld) of %zu", ll(ready.first),
+                    ll(ready.first) + ll(ready.count), params.size());
+    if (ready.params != nullptr && ready.first != 0)
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_ready.first is %lld with a list of indices, must be 0", ll(ready.first));
+    if (ready.count > 0 && !accumulated) not_null(ready.grads, "dsopt_ready.grads");
+    if (earlier != nullptr && !earlier->empty() && earlier->accumulated() != accumulated)
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_ready.flags: %s call of this step has DSOPT_READY_ACCUMULATED",
+                    accumulated ? "no earlier" : "an earlier");
+    const bool needs_memory = desc.flags & DSOPT_OPTIMIZER_EARLY_UPDATE;
+    for (int64_t k = 0; k < ready.count; ++k) {
+        if (ready.params != nullptr && (ready.params[k] < 0 || ready.params[k] >= size))
+            throw Error(DSOPT_ERR_ARGUMENT, "dsopt_ready.params[%lld] is %lld, there are %zu parameters", ll(k),
+                        ll(ready.params[k]), params.size());
+        const size_t i = param_of(ready, k);
+        const Param &param = params[i];
+        const dsopt_tensor *const gradient = ready.grads != nullptr ? &ready.grads[k] : nullptr;
+        const bool present = gradient != nullptr && gradient->data != nullptr;
+        if (present) check_same_numel(*gradient, param, "gradient of");
+        if (gradient != nullptr && !present && !accumulated && optimizer.parts() != nullptr &&
+            optimizer.participation()[i].is_averaged())
+            check_same_numel(*gradient, param, "absent gradient of");
+        if (present && optimizer.context().checks_pointers() && param.numel != 0 &&
+            !optimizer.context().device().owns(gradient->data))
+            throw Error(DSOPT_ERR_DEVICE, "gradient of '%s' at %p is not memory of this context's device",
+                        param.name.c_str(), gradient->data);
+        if (needs_memory && param.data == nullptr && param.numel != 0)
+            throw Error(DSOPT_ERR_STATE, "parameter '%s' has no memory: with EARLY_UPDATE register or bind it",
+                        param.name.c_str());
+    }
+}
+
+} // namespace
+
+void Optimizer::check_nothing_ready() const {
+    if (ready_ && !ready_->empty())
+        throw Error(DSOPT_ERR_STATE,
+                    "gradients are ready (parameter '%s'): end the step with DSOPT_STEP_READY, or reset them",
+                    params()[ready_->first()].name.c_str());
+}
+
+/// Returns the phase that a gradient goes through when it is ready; nullopt: it is kept for the step.
+std::optional<Phase> Optimizer::phase_of_parts() const {
+    const bool averages = parts() != nullptr && (desc_.flags & DSOPT_OPTIMIZER_AVERAGES);
+    if (onebit() != nullptr || averages) return std::nullopt;
+    if (desc_.flags & DSOPT_OPTIMIZER_EARLY_UPDATE) return Phase::update;
+    if (inspects_gradients(*this)) return Phase::inspect;
+    return std::nullopt;
+}
+
+ReadyGradients &Optimizer::ready_gradients() {
+    if (!ready_) ready_ = std::make_unique<ReadyGradients>(params().size());
+    return *ready_;
+}
+
+void Optimizer::ready(dsopt_ready *user) {
+    const dsopt_ready ready = read_struct(not_null(user, "ready"), "dsopt_ready");
+    context_->device().check_stream(ready.stream);
+    check_ready(*this, ready, ready_.get());
+    ReadyGradients &all = ready_gradients();
+    all.add(ready, params());
+    try {
+        const Enqueues work(pending(), ready.stream);
+        order_after_calls(ready.stream);
+        run_part(ready);
+    } catch (...) {
+        all.remove(ready);
+        throw;
+    }
+    user->free_from = desc_.flags & DSOPT_OPTIMIZER_EARLY_UPDATE ? all.done_from() : int64_t(params().size());
+}
+
+/// Makes the plan of the parts of a step. The tables of the last step are used if they are valid: most often only
+/// addresses of gradients change.
+void Optimizer::plan_parts(void *stream) {
+    ReadyGradients &all = *ready_;
+    ensure_workspace(stream);
+    all.reuses_tables = !all.accumulated() && of_steps_.call.version == registry_.version();
+    dsopt_step step{};
+    step.count = int64_t(params().size());
+    step.grads = all.complete(nullptr);
+    step.stream = stream;
+    step.flags = all.accumulated() ? DSOPT_STEP_ACCUMULATED : 0;
+    all.planned.emplace(*this,
+                        StepRequest{.step = step,
+                                    .flags = flags_of(step),
+                                    .stateful = true,
+                                    .reuse = all.reuses_tables ? Reuse::all : Reuse::nothing,
+                                    .host = of_steps_.call.tables.data(),
+                                    .is_part = true},
+                        state().list().data(), of_steps_.workspace.data());
+}
+
+/// Sets the gradients of a call in the tables.
+void Optimizer::plan_gradients(const dsopt_ready &ready) {
+    ReadyGradients &all = *ready_;
+    dsopt_step step{};
+    step.grads = all.grads();
+    step.flags = all.accumulated() ? DSOPT_STEP_ACCUMULATED : 0;
+    const StepRequest request{.step = step, .flags = flags_of(step), .stateful = true};
+    for (int64_t k = 0; k < ready.count; ++k) {
+        const size_t i = param_of(ready, k);
+        TensorJob &job = all.planned->table.jobs[i];
+        if (all.reuses_tables && differs_in_address(step.grads[i], of_steps_.call.grads[i])) {
+            set_gradient_address(*this, step.grads[i], i, job);
+            continue;
+        }
+        plan_job(*this, request, state().list().data(), all.planned->memory.mean, Stage::full, i, job);
+        all.reuses_tables = false;
+        of_steps_.call.version = 0;
+    }
+}
+
+void Optimizer::run_part(const dsopt_ready &ready) {
+    ReadyGradients &all = *ready_;
+    const std::optional<Phase> phase = phase_of_parts();
+    if (phase || all.accumulated()) ensure_state(nullptr, ready.stream);
+    const bool is_first = phase && !all.planned;
+    if (is_first) plan_parts(ready.stream);
+    if (all.accumulated()) add_to_accumulators(ready);
+    if (!phase || ready.count == 0) return;
+    plan_gradients(ready);
+    Planned &planned = *all.planned;
+    planned.plan.execution.stream = ready.stream;
+    planned.plan.execution.reuse = Reuse::all_but_addresses;
+    const auto nothing = [] {}; // is compared
+    drive_part(planned.run(*this, nothing, 0), *phase, is_first,
+               [&](FunctionRef<void(const TensorInterval &)> run) { for_intervals(ready, run); });
+    all.set_done(ready);
+}
+
+/// Returns the whole step that ends a step in parts.
+dsopt_step Optimizer::complete_ready(const dsopt_step &step) {
+    const bool accumulated = step.flags & DSOPT_STEP_ACCUMULATED, any = ready_ && !ready_->empty();
+    check_options<At::step>(
+        Facts{facts::ready}.add(facts::compat, compat()).add(facts::zero_grads, step.flags & DSOPT_STEP_ZERO_GRADS));
+    if (any && ready_->accumulated() != accumulated)
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_step.flags: the gradients were made ready %s DSOPT_READY_ACCUMULATED",
+                    accumulated ? "without" : "with");
+    dsopt_step whole = step;
+    whole.flags &= ~DSOPT_STEP_READY;
+    if (accumulated || step.count != int64_t(params().size())) return whole; // the step refuses another count
+    for (size_t i = 0; any && step.grads != nullptr && i < params().size(); ++i)
+        if (step.grads[i].data != nullptr && ready_->has(i))
+            throw Error(DSOPT_ERR_ARGUMENT, "dsopt_step.grads has data for '%s', whose gradient is ready",
+                        params()[i].name.c_str());
+    if (any || step.grads == nullptr) whole.grads = ready_gradients().complete(step.grads);
+    return whole;
+}
+
+void Optimizer::forget_ready() {
+    if (!ready_ || ready_->empty()) return;
+    ready_->clear();
+    of_steps_.call.version = 0; // the tables have addresses of these gradients
+}
+
+void Optimizer::wait(int64_t first, int64_t count, void *stream) const {
+    check_groups(*this);
+    const auto size = int64_t(params().size());
+    if (first < 0 || count < 0 || first > size - count)
+        throw Error(DSOPT_ERR_ARGUMENT, "parameters [%lld, %lld) of %zu", ll(first), ll(first) + ll(count),
+                    params().size());
+    order_after_calls(stream);
+}
+
+TensorInterval Optimizer::bucket(int64_t param) const {
+    check_groups(*this);
+    check_options<At::step>(Facts{facts::ready}.add(facts::compat, compat()));
+    if (param < 0 || size_t(param) >= params().size())
+        throw Error(DSOPT_ERR_ARGUMENT, "parameter %lld of %zu", ll(param), params().size());
+    return {param, phase_of_parts() == Phase::update};
+}
+
+} // namespace dsopt
