@@ -52,6 +52,23 @@ private:
     bool valid_;
 };
 
+/// While it lives, new threads block signals, which the program's threads then handle. The exceptions are signals that
+/// a thread itself causes, and the signal of profilers.
+class BlockedSignals : NotCopied {
+public:
+    BlockedSignals() {
+        sigset_t blocked;
+        ::sigfillset(&blocked);
+        for (const int signal : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGABRT, SIGSYS, SIGPROF})
+            ::sigdelset(&blocked, signal);
+        ::pthread_sigmask(SIG_BLOCK, &blocked, &before_);
+    }
+    ~BlockedSignals() { ::pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+
+private:
+    sigset_t before_;
+};
+
 void pause() {
 #if defined(__x86_64__)
     _mm_pause();
@@ -178,13 +195,7 @@ private:
 
     void grow(int count) noexcept {
         if (int(workers_.size()) >= count) return;
-        // Workers block signals, which the program's threads then handle. The exceptions are signals that a thread
-        // itself causes, and the signal of profilers.
-        sigset_t blocked, before;
-        ::sigfillset(&blocked);
-        for (const int signal : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGABRT, SIGSYS, SIGPROF})
-            ::sigdelset(&blocked, signal);
-        ::pthread_sigmask(SIG_BLOCK, &blocked, &before);
+        const BlockedSignals blocked;
         try {
             const Attributes attributes;
             while (int(workers_.size()) < count) {
@@ -197,7 +208,6 @@ private:
                 ::pthread_detach(thread);
             }
         } catch (const std::bad_alloc &) {}
-        ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
     }
 
     static void *run_worker(void *argument) noexcept {
@@ -265,6 +275,12 @@ private:
 constinit PerProcess<Teams> all_teams;
 
 } // namespace
+
+bool start_library_thread(pthread_t &thread, void *(*run)(void *), void *argument) noexcept {
+    const BlockedSignals blocked;
+    const Attributes attributes;
+    return ::pthread_create(&thread, attributes.get(), run, argument) == 0;
+}
 
 int usable_processors() noexcept {
     const cpu_set_t set = affinity();
