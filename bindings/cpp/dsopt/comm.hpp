@@ -114,6 +114,8 @@ struct table_options {
     bool synchronize = false;
     /// Means of gradients (averages) are added up by the member reduce_scatter: DSOPT_COMM_FLAG_PROVIDER_SUMS.
     bool provider_sums = false;
+    /// Members may be called by a thread of the library, one at a time: DSOPT_COMM_FLAG_ANY_THREAD.
+    bool any_thread = false;
 };
 
 using comm_info = dsopt_comm_info;
@@ -204,6 +206,7 @@ public:
         desc.table = &table;
         if (options.enqueue) desc.flags |= DSOPT_COMM_FLAG_ENQUEUE;
         if (options.synchronize) desc.flags |= DSOPT_COMM_FLAG_SYNCHRONIZE;
+        if (options.any_thread) desc.flags |= DSOPT_COMM_FLAG_ANY_THREAD;
         if (options.provider_sums) desc.flags |= DSOPT_COMM_FLAG_PROVIDER_SUMS;
         dsopt_comm *made = nullptr;
         const dsopt_status status = dsopt_comm_create(ctx.get(), &desc, &made);

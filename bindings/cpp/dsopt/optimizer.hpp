@@ -31,6 +31,12 @@ struct optimizer_options {
     bool averages = false, check_ranks = false, momentum_bits = false;
     /// Muon: the orthogonalisation is partitioned among the ranks. Needs `data` or `node`.
     bool split_matrices = false;
+    /// optimizer::ready updates parameters.
+    bool early_update = false;
+    /// Elements of a bucket of gradients that ranks average while others are missing; 0: the step averages all.
+    std::int64_t bucket = 0;
+    /// Buckets that are copied and not sent yet; 0 = 2.
+    std::int32_t buckets_in_flight = 0;
 };
 
 /// Arguments of step and apply, documented at dsopt_step. Lists have the length of the gradients' list.
@@ -58,6 +64,14 @@ struct step_options {
     /// Thread pool of this call.
     pool_ref pool = {};
     bool zero_grads = false, out_only = false, delta = false, no_nan = false;
+    /// The step ends one whose gradients were passed to ready; the list has nullptr for these.
+    bool ready = false;
+};
+
+struct ready_options {
+    void *stream = nullptr;
+    /// The gradients are added to the accumulators, which are then complete.
+    bool accumulated = false;
 };
 
 struct save_options {
@@ -137,6 +151,11 @@ struct shard_range {
     std::int64_t begin = 0, numel = 0;
 };
 
+/// Parameters [first, first + count).
+struct bucket_range {
+    std::int64_t first = 0, count = 0;
+};
+
 /// Groups, parameters and their state.
 class optimizer {
 public:
@@ -196,6 +215,33 @@ public:
         dsopt_step arguments = arguments_of({}, param_count(), options);
         arguments.flags |= DSOPT_STEP_ACCUMULATED;
         detail::check(dsopt_optimizer_step(get(), &arguments));
+    }
+    /// Gradients of parameters [first, first + grads.size()) are complete: see dsopt_optimizer_ready. Their memory is
+    /// borrowed until it is free. Returns the index from which on gradients are free.
+    std::int64_t ready(std::int64_t first, span<const tensor> grads, const ready_options &options = {}) {
+        return ready_of(nullptr, first, detail::count(grads), grads.data(), options);
+    }
+    /// The same for parameters in any order. `grads` may be empty with `accumulated`: there is nothing to add.
+    std::int64_t ready(span<const std::int64_t> params, span<const tensor> grads, const ready_options &options = {}) {
+        const tensor *list =
+            grads.empty() && options.accumulated ? nullptr : detail::exactly("grads", grads, detail::count(params));
+        return ready_of(params.data(), 0, detail::count(params), list, options);
+    }
+    /// Ends a step all of whose gradients were passed to ready. Accumulated gradients: see step_accumulated.
+    void step_ready(step_options options = {}) {
+        options.ready = true;
+        const dsopt_step arguments = arguments_of({}, param_count(), options);
+        detail::check(dsopt_optimizer_step(get(), &arguments));
+    }
+    /// Waits for work on parameters [first, first + count) that ready and step have begun; on CUDA the stream does.
+    void wait(std::int64_t first, std::int64_t count, void *stream = nullptr) {
+        detail::check(dsopt_optimizer_wait(get(), first, count, stream));
+    }
+    /// The parameters that are worked on together with this one; a count of 0: its gradient is kept for the step.
+    bucket_range bucket(std::int64_t param) const {
+        bucket_range found;
+        detail::check(dsopt_optimizer_bucket(get(), param, &found.first, &found.count));
+        return found;
     }
     /// The step as a pure function: any number of threads, on different memory.
     void apply(span<const tensor> grads, const step_options &options) const {
@@ -363,6 +409,7 @@ private:
         if (options.check_ranks) desc.flags |= DSOPT_OPTIMIZER_CHECK_RANKS;
         if (options.momentum_bits) desc.flags |= DSOPT_OPTIMIZER_MOMENTUM_BITS;
         if (options.split_matrices) desc.flags |= DSOPT_OPTIMIZER_SPLIT_MATRICES;
+        if (options.early_update) desc.flags |= DSOPT_OPTIMIZER_EARLY_UPDATE;
         desc.flags |= static_cast<std::int32_t>(options.shard);
         desc.nonfinite = static_cast<std::int32_t>(options.nonfinite);
         desc.masters = static_cast<std::int32_t>(options.masters);
@@ -378,6 +425,8 @@ private:
         desc.expert_count = length(experts.size());
         desc.skip_budget = options.skip_budget;
         desc.seed = options.seed;
+        desc.bucket = options.bucket;
+        desc.buckets_in_flight = options.buckets_in_flight;
         return detail::make<handle>(
             [&](dsopt_optimizer **made) { return dsopt_optimizer_create(ctx.get(), &desc, made); });
     }
@@ -385,6 +434,18 @@ private:
         return static_cast<std::int32_t>(size < INT32_MAX ? size : INT32_MAX);
     }
 
+    std::int64_t ready_of(const std::int64_t *params, std::int64_t first, std::int64_t count, const tensor *grads,
+                          const ready_options &options) {
+        dsopt_ready ready = detail::desc_of<dsopt_ready>();
+        ready.params = params;
+        ready.first = first;
+        ready.count = count;
+        ready.grads = grads;
+        ready.stream = options.stream;
+        if (options.accumulated) ready.flags |= DSOPT_READY_ACCUMULATED;
+        detail::check(dsopt_optimizer_ready(get(), &ready));
+        return ready.free_from;
+    }
     dsopt_step arguments_of(span<const tensor> grads, std::int64_t count, const step_options &options) const {
         dsopt_step step = detail::desc_of<dsopt_step>();
         step.grads = grads.data();
@@ -411,6 +472,7 @@ private:
         if (options.out_only) step.flags |= DSOPT_STEP_OUT_ONLY;
         if (options.delta) step.flags |= DSOPT_STEP_DELTA;
         if (options.no_nan) step.flags |= DSOPT_STEP_NO_NAN;
+        if (options.ready) step.flags |= DSOPT_STEP_READY;
         return step;
     }
     void bind(std::int32_t what, span<const tensor> list) {

@@ -262,7 +262,9 @@ enum class parts : std::int32_t {
     moments = DSOPT_RESET_MOMENTS,
     counters = DSOPT_RESET_COUNTERS,
     grads = DSOPT_RESET_GRADS,
-    errors = DSOPT_RESET_ERRORS
+    errors = DSOPT_RESET_ERRORS,
+    /// Gradients that were passed to optimizer::ready; collective with buckets.
+    ready = DSOPT_RESET_READY
 };
 constexpr parts operator|(parts a, parts b) noexcept {
     return static_cast<parts>(static_cast<std::int32_t>(a) | static_cast<std::int32_t>(b));

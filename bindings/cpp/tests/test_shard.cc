@@ -119,4 +119,60 @@ TEST(CppAverages, NeedDtypeAndLengthOfAnAbsentGradient) {
     });
 }
 
+TEST(CppReady, GivesTheBitsOfTheUndividedStep) {
+    for (const bool early : {false, true}) {
+        Model whole_model, model;
+        dsopt::context ctx;
+        dsopt::optimizer_options options;
+        if (early)
+            options.early_update = true;
+        else
+            options.max_norm = 0.5;
+        dsopt::optimizer whole(ctx, options), opt(ctx, options);
+        whole.add_group(rule(), whole_model.params);
+        opt.add_group(rule(), model.params);
+        for (int step = 0; step < 3; ++step) {
+            whole.step(whole_model.grads);
+            EXPECT_EQ(opt.ready(2, {&model.grads[2], 1}), early ? 2 : 3);
+            const std::vector<std::int64_t> others = {1, 0};
+            const std::vector<dsopt::tensor> grads = {model.grads[1], model.grads[0]};
+            EXPECT_EQ(opt.ready(others, grads), early ? 0 : 3);
+            opt.wait(0, 3);
+            EXPECT_EQ(opt.bucket(1).first, 1);
+            EXPECT_EQ(opt.bucket(1).count, early ? 1 : 0);
+            opt.step_ready();
+            expect_same(model, whole_model);
+        }
+        opt.ready(1, {&model.grads[1], 1});
+        EXPECT_REFUSED(opt.step(model.grads), dsopt::state_error, "gradients are ready (parameter 'b')");
+        EXPECT_REFUSED(opt.ready(1, {&model.grads[1], 1}), dsopt::argument_error, "already ready");
+        opt.reset(dsopt::parts::ready);
+        EXPECT_REFUSED(opt.ready(std::vector<std::int64_t>{1, 2}, {&model.grads[1], 1}), dsopt::argument_error,
+                       "grads");
+    }
+}
+
+TEST(CppReady, AveragesInBuckets) {
+    const std::vector<std::byte> id = dsopt::comm::unique_id(dsopt::comm_kind::local);
+    on_ranks(2, [&](int rank) {
+        Model whole_model, model;
+        dsopt::context ctx;
+        dsopt::comm comm = dsopt::comm::local(ctx, id, rank, 2);
+        dsopt::optimizer_options options;
+        options.averages = true;
+        options.data = &comm;
+        options.bucket = kBlock;
+        options.buckets_in_flight = 1;
+        dsopt::optimizer whole(ctx), opt(ctx, options);
+        whole.add_group(rule(), whole_model.params);
+        opt.add_group(rule(), model.params);
+        whole.step(whole_model.grads);
+        for (std::int64_t i = 3; i-- > 0;) EXPECT_EQ(opt.ready(i, {&model.grads[std::size_t(i)], 1}), i == 0 ? 0 : 3);
+        dsopt::step_options end;
+        end.ready = true;
+        opt.step(std::vector<dsopt::tensor>(3), end);
+        expect_same(model, whole_model); // both ranks have the same gradients
+    });
+}
+
 } // namespace shard_tests
