@@ -48,8 +48,19 @@ Comm::~Comm() {
     table_.destroy(table_.self);
 }
 
+void Comm::hold(const void *user) {
+    const void *holder = nullptr;
+    if (!holder_.compare_exchange_strong(holder, user) && holder != user) throw_held();
+}
+void Comm::release(const void *user) noexcept { holder_.compare_exchange_strong(user, nullptr); }
+void Comm::throw_held() {
+    throw Error(DSOPT_ERR_BUSY, "the comm is in use: gradients of an optimizer that uses it are ready");
+}
+
 void Comm::check_usable() {
     context_->check_process();
+    const void *const holder = holder_.load(std::memory_order_relaxed);
+    if (holder != nullptr && holder != CommUser::current()) throw_held();
     const dsopt_status status = status_.load(std::memory_order_acquire);
     if (status == DSOPT_ERR_ABORTED) throw Error(status, "the comm was aborted");
     if (status != DSOPT_OK) throw Error(status, "the comm failed earlier and is unusable");

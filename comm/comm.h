@@ -20,7 +20,8 @@ struct Provider {
     bool enqueues = false;  // the functions return before the exchange is complete; it completes in stream order
     /// The functions pass device memory to a library that does not use CUDA streams: DSOPT_COMM_FLAG_SYNCHRONIZE.
     bool synchronizes = false;
-    bool sums = false; // DSOPT_COMM_FLAG_PROVIDER_SUMS
+    bool sums = false;      // DSOPT_COMM_FLAG_PROVIDER_SUMS
+    bool any_thread = true; // DSOPT_COMM_FLAG_ANY_THREAD
     /// With `enqueues`: waits until the stream is done, at most for the comm's time-out. NULL: waits without a limit.
     int (*wait)(void *self, void *stream) = nullptr;
 };
@@ -28,6 +29,18 @@ struct Provider {
 /// Sizes in bytes of the largest collectives to come: the whole all-reduce, and one message of the other two.
 struct Messages {
     int64_t all_reduce = 0, all_to_all = 0, all_gather = 0;
+};
+
+/// Marks the calls of this thread as those of a user, for Comm::hold().
+class CommUser : NotCopied {
+public:
+    explicit CommUser(const void *user) : before_(current_) { current_ = user; }
+    ~CommUser() { current_ = before_; }
+    static const void *current() { return current_; }
+
+private:
+    static inline thread_local const void *current_ = nullptr;
+    const void *const before_;
 };
 
 /// Collectives of a provider, for data in any memory. Only this class stages data that are not in the provider's
@@ -66,12 +79,13 @@ public:
     /// memory of an earlier call must be large enough.
     float *bucket(int64_t numel, void *stream);
     /// Calls body(). A failure makes the comm unusable, because ranks may then be at different calls. DSOPT_ERR_STATE
-    /// (the stream is being captured) does not.
+    /// (the stream is being captured) and _BUSY (of all ranks, see hold()) do not.
     template <class Body> void unusable_on_failure(const Body &body) {
         try {
             body();
         } catch (const Error &error) {
-            if (error.status() != DSOPT_ERR_STATE) set_unusable(error.status());
+            const bool sent_nothing = error.status() == DSOPT_ERR_STATE || error.status() == DSOPT_ERR_BUSY;
+            if (!sent_nothing) set_unusable(error.status());
             throw;
         } catch (const std::bad_alloc &) {
             set_unusable(DSOPT_ERR_NOMEM);
@@ -83,6 +97,13 @@ public:
     }
     void abort() noexcept;
     dsopt_comm_info info() const;
+
+    /// Refuses the collectives of others than `user` with BUSY until release(). Throws BUSY if it is held: all ranks
+    /// make the same calls, so all of them get BUSY, in place of collectives in different orders.
+    void hold(const void *user);
+    void release(const void *user) noexcept;
+    /// True if collectives may be called by a thread of the library.
+    bool any_thread() const { return provider_.any_thread; }
 
 private:
     /// Memory of the provider's kind, kept for the next call.
@@ -102,6 +123,7 @@ private:
     };
 
     void check_usable();
+    [[noreturn]] static void throw_held();
     void set_unusable(dsopt_status status) noexcept;
     template <class Call>
     void run(const char *what, const void *send, int64_t sent, void *recv, int64_t received, Place place, void *stream,
@@ -127,6 +149,7 @@ private:
     bool device_; // the provider works in device memory
     Scratch staging_, spare_, gathered_, bucket_;
     std::atomic<dsopt_status> status_{DSOPT_OK};
+    std::atomic<const void *> holder_{nullptr};
     char thrown_[160] = ""; // text of the exception that a function of the caller's table threw
     struct Count {
         std::atomic<int64_t> calls{0}, moved{0};

@@ -25,7 +25,8 @@ Facts comm_facts(const dsopt_comm_desc &desc) {
         .add(facts::timeout, desc.timeout_ms != 0)
         .add(facts::enqueue, flag(DSOPT_COMM_FLAG_ENQUEUE))
         .add(facts::synchronize, flag(DSOPT_COMM_FLAG_SYNCHRONIZE))
-        .add(facts::provider_sums, flag(DSOPT_COMM_FLAG_PROVIDER_SUMS));
+        .add(facts::provider_sums, flag(DSOPT_COMM_FLAG_PROVIDER_SUMS))
+        .add(facts::any_thread, flag(DSOPT_COMM_FLAG_ANY_THREAD));
 }
 
 std::unique_ptr<Comm> make_self_comm(std::shared_ptr<const Context> context) {
@@ -50,9 +51,12 @@ std::unique_ptr<Comm> make_table_comm(std::shared_ptr<const Context> context, co
     check_options<At::comm>(comm_facts(desc)
                                 .add(facts::no_reduce_scatter, table.reduce_scatter == nullptr)
                                 .add(facts::host_memory, on_host));
-    return std::make_unique<Comm>(
-        std::move(context), table,
-        Provider{.of_caller = true, .enqueues = enqueues, .synchronizes = synchronizes, .sums = sums});
+    return std::make_unique<Comm>(std::move(context), table,
+                                  Provider{.of_caller = true,
+                                           .enqueues = enqueues,
+                                           .synchronizes = synchronizes,
+                                           .sums = sums,
+                                           .any_thread = (desc.flags & DSOPT_COMM_FLAG_ANY_THREAD) != 0});
 }
 
 } // namespace
@@ -60,7 +64,8 @@ std::unique_ptr<Comm> make_table_comm(std::shared_ptr<const Context> context, co
 std::unique_ptr<Comm> make_comm(std::shared_ptr<const Context> context, const dsopt_comm_desc &desc) {
     constexpr Facts joining{facts::local_comm, facts::nccl_comm, facts::hccl_comm};
     const Facts all = comm_facts(desc);
-    constexpr int32_t known = DSOPT_COMM_FLAG_ENQUEUE | DSOPT_COMM_FLAG_SYNCHRONIZE | DSOPT_COMM_FLAG_PROVIDER_SUMS;
+    constexpr int32_t known = DSOPT_COMM_FLAG_ENQUEUE | DSOPT_COMM_FLAG_SYNCHRONIZE | DSOPT_COMM_FLAG_PROVIDER_SUMS |
+                              DSOPT_COMM_FLAG_ANY_THREAD;
     if (desc.flags & ~known)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_comm_desc.flags has unknown bits: 0x%x", desc.flags);
     check_options<At::comm>(all, {.number = desc.kind});

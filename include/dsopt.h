@@ -774,10 +774,17 @@ typedef struct dsopt_optimizer_desc {
      * is a step with one rank per node. Ranks agree on skipping and norms over both comms. */
     dsopt_comm *node;
     /** AVERAGES, SHARD, SHARD_NODE: gradients are averaged and weights are gathered in buckets: consecutive parameters,
-     * until they have at least this many elements. A multiple of 4096; 0 = one bucket. Buckets decide which part of a
-     * tensor a rank keeps, and do not change the bits of a result, except of means with PROVIDER_SUMS. A rank keeps at
-     * most one block of 4096 elements per bucket more than its share. Since: 0.3 */
+     * until they have at least this many elements. A multiple of 4096; 0 = one bucket, and dsopt_optimizer_ready sends
+     * nothing. Buckets are exchanged from the last one to the first, so parameters are registered in the order of the
+     * forward pass. Buckets decide which part of a tensor a rank keeps, and do not change the bits of a result, except
+     * of means with PROVIDER_SUMS. A rank keeps at most one block of 4096 elements per bucket more than its share.
+     * Since: 0.3 */
     int64_t bucket;
+    /** Memory for this many buckets whose gradients are free and which are not sent yet, 1 to 16. 0 = 2. If all are in
+     * use, dsopt_optimizer_ready waits. A bucket of more than 2 `bucket` elements is not copied: its gradients are free
+     * when it was sent. Since: 0.3 */
+    int32_t buckets_in_flight;
+    int32_t reserved;
 } dsopt_optimizer_desc;
 
 /**
@@ -1099,7 +1106,9 @@ enum dsopt_reset {
     DSOPT_RESET_GRADS = 8,
     /** Error feedback of the 1-bit family. */
     DSOPT_RESET_ERRORS = 16,
-    /** Forget the gradients of dsopt_optimizer_ready, for example because the backward pass failed. Since: 0.3 */
+    /** Forget the gradients of dsopt_optimizer_ready, for example because the backward pass failed. With AVERAGES,
+     * `bucket` and several ranks it is collective: what is left of the buckets is exchanged as zeros and all results
+     * are dropped, so ranks may be at different buckets. Since: 0.3 */
     DSOPT_RESET_READY = 32,
     DSOPT_RESET_SIGNED = -1
 };
@@ -1324,16 +1333,35 @@ typedef struct dsopt_ready {
     int32_t flags;
     int32_t reserved;
     /** Out: the gradients of parameters from this index on are free: not read any more, on CUDA in order of `stream`.
-     * Number of parameters: none. Gradients that are kept (dsopt_optimizer_bucket) are free when the step has returned,
-     * on CUDA in order of its stream, whatever this number. */
+     * Number of parameters: none. With buckets, those whose bucket was copied or sent. Gradients that are kept
+     * (dsopt_optimizer_bucket) are free when the step has returned, on CUDA in order of its stream, whatever this
+     * number. */
     int64_t free_from;
 } dsopt_ready;
 
 /**
  * Pass gradients as the backward pass completes them, before the step, which DSOPT_STEP_READY ends. Begins a step if
- * none is begun. What the step does with these gradients alone is done now: with EARLY_UPDATE the update; else, if the
- * step reads gradients before it updates, for clipping or a scaler, their part of that pass. All results have the bits
- * of the step with all gradients at once, whatever the order and the grouping of calls.
+ * none is begun. What the step does with these gradients alone is done now. All results have the bits of the step with
+ * all gradients at once, whatever the order and the grouping of calls.
+ *
+ *     optimizer                          when                          what
+ * AVERAGES, `bucket`, several ranks  a bucket is complete, and so  it is averaged over the ranks; then as below, for
+ *                                        are those after it            this rank's part
+ *     EARLY_UPDATE                       a gradient is ready           the update of its parameter
+ *     max_norm, a scaler, NONFINITE_SKIP a gradient is ready           sums of squares, non-finite elements
+ *
+ * Gradients are kept for the step in all other cases: AVERAGES without `bucket`, the 1-bit family, and matrices of Muon
+ * in sharded state.
+ *
+ * Buckets are exchanged in one order on all ranks, which may be at different gradients, and of which some may make
+ * undivided steps. With the exchanges of the CPU a thread of the optimizer does it, if the comms have
+ * DSOPT_COMM_FLAG_ANY_THREAD, from a copy of the gradients; it calls no hook. On CUDA they are enqueued on `stream`.
+ * The ranks compare dtypes before each bucket where they compare them before a step. From the first call of a step on
+ * its `data` and `node` comms are in use: other calls on them, also of other optimizers, return DSOPT_ERR_BUSY, except
+ * dsopt_comm_query and dsopt_comm_abort. A failed exchange is returned by this function, by dsopt_optimizer_wait and by
+ * the step, which ends it: weights, moments and counters are unchanged (EARLY_UPDATE: load a checkpoint), and the comms
+ * are unusable unless the status is DSOPT_ERR_MISMATCH. With CHECK_RANKS a step that is refused ends the step on all
+ * ranks, and gradients are forgotten. Destroying the optimizer before the step aborts its comms.
  *
  * Until the step, other calls that would change what it uses return DSOPT_ERR_STATE: dsopt_optimizer_step without
  * READY, _accumulate of these parameters, _save, _load, _bind, _import, _add_group, _add_params, _reset except of
@@ -1342,16 +1370,18 @@ typedef struct dsopt_ready {
  * The first call of a step may allocate; later calls do not, and in later steps none does, as for dsopt_optimizer_step.
  * @return DSOPT_OK; DSOPT_ERR_ARGUMENT: an index, a parameter that is ready already, flags that differ between calls;
  * _SHAPE, _DTYPE, _ALIGNMENT, each naming the tensor; _STATE: with EARLY_UPDATE, a parameter has no memory;
- * _UNSUPPORTED: compat mode, accumulators without ACCUMULATE; _NOMEM; _BACKEND. A failed call has changed nothing: the
- * gradients of earlier calls stay ready. Thread-safety: one thread per optimizer.
+ * _UNSUPPORTED: compat mode, accumulators without ACCUMULATE; _NOMEM; _BACKEND; _SKIPS; _BUSY: a comm is in use. These
+ * have changed nothing: the gradients of earlier calls stay ready. _MISMATCH, _COMM, _TIMEOUT, _ABORTED: of an exchange
+ * that an earlier call has begun. Thread-safety: one thread per optimizer. Since: 0.3
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_ready(dsopt_optimizer *opt, dsopt_ready *ready);
 
 /**
- * Make `stream` wait for the work that earlier ready and step calls have begun on parameters [first, first + count):
- * their gradients are then read, unless they are kept, and weights that EARLY_UPDATE writes are in place. On the CPU
- * that work is done when those calls return.
- * @return DSOPT_OK; DSOPT_ERR_ARGUMENT: the range; _BACKEND. Thread-safety: one thread per optimizer. Since: 0.3
+ * Wait, on CUDA make `stream` wait, for the work that earlier ready and step calls have begun on parameters [first,
+ * first + count): their gradients are then read, unless they are kept, and weights that EARLY_UPDATE writes are in
+ * place. A bucket that is not complete is not waited for.
+ * @return DSOPT_OK; DSOPT_ERR_ARGUMENT: the range; _BACKEND; the status of an exchange that failed. Thread-safety: one
+ * thread per optimizer. Since: 0.3
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_wait(dsopt_optimizer *opt, int64_t first, int64_t count,
                                                         void *stream);
@@ -1898,6 +1928,11 @@ enum dsopt_comm_flags {
      * provider. For NCCL, HCCL and a TABLE with reduce_scatter. Refused for LOCAL, which adds in the order of ranks.
      * Since: 0.3 */
     DSOPT_COMM_FLAG_PROVIDER_SUMS = 4,
+    /** The functions of a table may be called by a thread of the library, one at a time. Without it, exchanges of
+     * dsopt_optimizer_ready run in the thread whose call completes a bucket, which waits for the other ranks: the same
+     * results without overlap. Collectives of the program must then have the same place among the calls of ready on all
+     * ranks. All other kinds have it; dsopt_mpi.h sets it if MPI has MPI_THREAD_MULTIPLE. Since: 0.3 */
+    DSOPT_COMM_FLAG_ANY_THREAD = 8,
     DSOPT_COMM_FLAG_SIGNED = -1
 };
 

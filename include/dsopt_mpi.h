@@ -11,7 +11,8 @@
  * CUDA context. dsopt_mpi_comm_device makes a comm that passes device memory to a CUDA-aware MPI.
  *
  *  - Calls that use the comm, and destroying its last handle, call MPI: make them from threads that MPI_Init_thread
- *    allows. dsopt_comm_abort does not call MPI and may be called from any thread.
+ *    allows. dsopt_comm_abort does not call MPI and may be called from any thread. With MPI_THREAD_MULTIPLE a thread of
+ *    the library exchanges buckets while gradients are missing (DSOPT_COMM_FLAG_ANY_THREAD).
  *  - Requests are polled, with a time-out, so if a rank hangs, the others return DSOPT_ERR_TIMEOUT. Requests of such a
  *    call cannot be cancelled: buffers and communicator are leaked, and MPI_Finalize may wait for the rank that hangs;
  *    MPI_Abort does not. If a rank dies, most launchers end the job before another rank can report it.
@@ -254,7 +255,7 @@ static inline void dsopt_mpi_destroy_(void *of) {
 static inline dsopt_status dsopt_mpi_create_(dsopt_context *ctx, MPI_Comm mpi, int32_t timeout_ms, int device,
                                              int32_t flags, dsopt_comm **comm) {
     dsopt_mpi_ *self;
-    int initialized = 0, finalized = 0, code;
+    int initialized = 0, finalized = 0, level = MPI_THREAD_SINGLE, code;
     MPI_Request request;
     dsopt_status status;
     DSOPT_NEW(dsopt_comm_table, table);
@@ -294,6 +295,7 @@ static inline dsopt_status dsopt_mpi_create_(dsopt_context *ctx, MPI_Comm mpi, i
         table.memory = DSOPT_MEMORY_BACKEND;
         flags |= DSOPT_COMM_FLAG_SYNCHRONIZE;
     }
+    if (MPI_Query_thread(&level) == MPI_SUCCESS && level == MPI_THREAD_MULTIPLE) flags |= DSOPT_COMM_FLAG_ANY_THREAD;
     table.self = self;
     table.rank = self->rank;
     table.ranks = self->ranks;

@@ -102,6 +102,7 @@ template <Needs A = Needs::everything, class F> dsopt_status with(dsopt_optimize
         Optimizer &optimizer = *object_of(handle, "the optimizer");
         const Exclusive lock(optimizer.in_use());
         if (A == Needs::everything) optimizer.finalize_groups();
+        optimizer.wait_for_parts();
         body(optimizer);
     });
 }
@@ -552,10 +553,20 @@ dsopt_status dsopt_optimizer_report(dsopt_optimizer *opt, dsopt_report *report) 
 
 // --------------------------------------------------------------------------------------------------- a step in parts
 dsopt_status dsopt_optimizer_ready(dsopt_optimizer *opt, dsopt_ready *ready) {
-    return with(opt, [&](Optimizer &optimizer) { optimizer.ready(ready); });
+    return fence([&] { // as with(), which would wait for exchanges that earlier calls have begun
+        Optimizer &optimizer = *object_of(opt, "the optimizer");
+        const Exclusive lock(optimizer.in_use());
+        optimizer.finalize_groups();
+        optimizer.ready(ready);
+    });
 }
 dsopt_status dsopt_optimizer_wait(dsopt_optimizer *opt, int64_t first, int64_t count, void *stream) {
-    return with(opt, on_stream(stream, [&](Optimizer &optimizer) { optimizer.wait(first, count, stream); }));
+    return fence([&] {
+        Optimizer &optimizer = *object_of(opt, "the optimizer");
+        const Exclusive lock(optimizer.in_use());
+        optimizer.finalize_groups();
+        on_stream(stream, [&](Optimizer &known) { known.wait(first, count, stream); })(optimizer);
+    });
 }
 dsopt_status dsopt_optimizer_bucket(const dsopt_optimizer *opt, int64_t param, int64_t *first, int64_t *count) {
     return with(opt, [&](const Optimizer &optimizer) {

@@ -15,6 +15,8 @@ public:
     int ordinal() const { return desc_.device; }
     /// Returns the thread pool of a call: `hook` unless it is NULL, else the context's pool.
     Parallel parallel(dsopt_parallel_for hook = nullptr, void *user = nullptr) const;
+    /// Returns the library's threads, whatever hook the context has.
+    Parallel own_parallel() const { return {threads_, nullptr, nullptr}; }
     int64_t chunk() const { return chunk_; }
     bool checks_pointers() const { return desc_.flags & DSOPT_CONTEXT_CHECK_POINTERS; }
 

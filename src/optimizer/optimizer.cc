@@ -33,6 +33,9 @@ Optimizer::Optimizer(std::shared_ptr<const Context> context, const dsopt_optimiz
     check_max_value(desc.max_value, "dsopt_optimizer_desc.max_value");
     require(desc.bucket >= 0 && desc.bucket % ListVector::kBlock == 0, "dsopt_optimizer_desc.bucket",
             double(desc.bucket), "a multiple of 4096, not negative");
+    require_in(0, 16, "dsopt_optimizer_desc.buckets_in_flight", desc.buckets_in_flight);
+    if (desc.reserved != 0)
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_desc.reserved is %d, must be 0", desc.reserved);
     require(desc.skip_budget >= 0, "dsopt_optimizer_desc.skip_budget", desc.skip_budget, "not negative");
     Facts all = facts_of(desc);
     all.add(facts::hysteresis, attachments_.scaler && attachments_.scaler->rules().hysteresis > 1);
@@ -45,6 +48,7 @@ Optimizer::Optimizer(std::shared_ptr<const Context> context, const dsopt_optimiz
 }
 
 Optimizer::~Optimizer() {
+    ready_.reset();
     // Comms are released before memory: releasing memory waits for the device, on which a collective may wait for a
     // dead peer. Destroying a comm ends its collectives.
     for (auto *comm : {&attachments_.data, &attachments_.model, &attachments_.node}) comm->reset();

@@ -89,6 +89,7 @@ public:
     ~Optimizer();
 
     const Context &context() const { return *context_; }
+    const std::shared_ptr<const Context> &shared_context() const { return context_; }
     const dsopt_optimizer_desc &desc() const { return desc_; }
     bool compat() const { return desc_.compat != DSOPT_COMPAT_NONE; }
     const Attachments &attachments() const { return attachments_; }
@@ -178,7 +179,13 @@ public:
     void ready(dsopt_ready *ready);
     void wait(int64_t first, int64_t count, void *stream) const;
     TensorInterval bucket(int64_t param) const;
-    void forget_ready();
+    void forget_ready(void *stream);
+    /// Waits for exchanges that dsopt_optimizer_ready has begun.
+    void wait_for_parts() const;
+    /// After a failure: waits for them, and returns false if other ranks have been told.
+    bool may_report_refusal();
+    /// After that: forgets gradients if the step has used them.
+    void end_failed_step();
     /// Throws STATE if a step in parts has begun.
     void check_nothing_ready() const;
 
@@ -212,9 +219,17 @@ private:
 
     std::optional<Phase> phase_of_parts() const;
     ReadyGradients &ready_gradients();
-    void plan_parts(void *stream);
+    void plan_parts(const dsopt_tensor *grads, void *stream);
     void plan_gradients(const dsopt_ready &ready);
     void run_part(const dsopt_ready &ready);
+    void send_part(const dsopt_ready &ready);
+    void begin_buckets(void *stream);
+    void finish_buckets(const dsopt_step &step, bool &ranks_compared);
+    dsopt_tensor sent_gradient(const dsopt_tensor &gradient, size_t i, bool accumulated) const;
+    /// True if gradients are averaged bucket by bucket.
+    bool exchanges_buckets() const {
+        return parts() != nullptr && (desc_.flags & DSOPT_OPTIMIZER_AVERAGES) && desc_.bucket > 0;
+    }
     void add_to_accumulators(const dsopt_ready &ready);
     dsopt_step complete_ready(const dsopt_step &step);
 

@@ -107,6 +107,8 @@ StepRows plan_rows(const Optimizer &optimizer, const StepRequest &request, const
                   .averaged_in_node = nullptr,
                   .all_of_node = plan.onebit != nullptr && needs_all_of_node(*plan.onebit),
                   .weights = optimizer.shards() ? memory.weights : nullptr,
+                  .buckets = parts.buckets(),
+                  .buckets_are_averaged = request.buckets_are_averaged,
                   .lists = memory.pieces,
                   .staging = {memory.staging[0], memory.staging[1]}};
     for (size_t i = 0; i < optimizer.params().size(); ++i) {

@@ -10,14 +10,15 @@ namespace dsopt {
 /// A call whose arguments were checked.
 struct StepRequest {
     const dsopt_step &step;
-    uint32_t flags;                 // flags of `step`, and flags that they imply
-    bool initial = false;           // the original's step on zero gradients when a wrapper is constructed
-    bool stateful = false;          // outcome, counters and cache are the engine's: not in dsopt_optimizer_apply
-    bool engine_schedule = false;   // the schedule is the engine's, too
-    Reuse reuse = Reuse::nothing;   // the tables of the last step that are reused
-    char *host = nullptr;           // the engine's memory for StepMemory::host_bytes; NULL: memory of the pool
-    bool is_part = false;           // it is the plan of dsopt_optimizer_ready
-    bool *ranks_compared = nullptr; // is set to true when this rank begins to compare its step with other ranks
+    uint32_t flags;                    // flags of `step`, and flags that they imply
+    bool initial = false;              // the original's step on zero gradients when a wrapper is constructed
+    bool stateful = false;             // outcome, counters and cache are the engine's: not in dsopt_optimizer_apply
+    bool engine_schedule = false;      // the schedule is the engine's, too
+    Reuse reuse = Reuse::nothing;      // the tables of the last step that are reused
+    char *host = nullptr;              // the engine's memory for StepMemory::host_bytes; NULL: memory of the pool
+    bool buckets_are_averaged = false; // before the step
+    bool is_part = false;              // it is the plan of dsopt_optimizer_ready
+    bool *ranks_compared = nullptr;    // is set to true when this rank begins to compare its step with other ranks
 };
 /// Returns StepRequest::flags of a call.
 uint32_t flags_of(const dsopt_step &step);
@@ -37,6 +38,15 @@ StepRows plan_rows(const Optimizer &optimizer, const StepRequest &request, const
                    const StepMemory &memory, const StepPlan &plan);
 /// Throws DEVICE if a tensor of the step is not in memory of the context's device (DSOPT_CONTEXT_CHECK_POINTERS).
 void check_pointers(const Optimizer &optimizer, const StepRequest &request, const StepPlan &plan);
+
+/// What ranks compare at one point of a step.
+struct Compared {
+    bool lists = true;              // parameters and options
+    bool calls = true;              // number of calls, schedule, stage, gradients that are present
+    bool sums = true;               // sums of parts that ranks complete together
+    bool in_buckets = true;         // `gradients` includes those in buckets
+    TensorInterval gradients{0, 0}; // whose dtypes are compared
+};
 
 /// A step that is planned in its memory: what drive() needs.
 struct Optimizer::Planned : NotCopied {
@@ -58,11 +68,10 @@ struct Optimizer::Planned : NotCopied {
 
 /// True if ranks compare every step: DSOPT_OPTIMIZER_CHECK_RANKS with several ranks.
 bool checks_ranks(const Optimizer &optimizer);
-/// Compares the step with those of the other ranks. Throws MISMATCH naming the difference. `lists_only`: compares
-/// nothing except the lists of parameters and the dtypes of messages. `rows`: of the step, or NULL. `stateful`: calls are
-/// counted, as in dsopt_optimizer_step.
+/// Compares the step with those of the other ranks. Throws MISMATCH naming the difference. `rows`: of the step, or
+/// NULL. `counts`: calls are counted, as in dsopt_optimizer_step.
 void check_ranks(const Optimizer &optimizer, const StepPlan &plan, const PhaseList &phases, const StepRows *rows,
-                 bool lists_only, bool stateful);
+                 const Compared &compared, bool counts = true);
 /// Reports to the other ranks that this rank refused its step. Must be called in place of check_ranks(), in which the
 /// other ranks wait for this rank.
 void report_refusal(const Optimizer &optimizer, void *stream) noexcept;

@@ -208,7 +208,7 @@ namespace {
 /// What the ranks compare of one step.
 class Comparison {
 public:
-    Comparison(const Optimizer &optimizer, const StepPlan &plan, const StepRows *rows, bool lists_only) :
+    Comparison(const Optimizer &optimizer, const StepPlan &plan, const StepRows *rows, const Compared &compared) :
         optimizer_(optimizer),
         plan_(plan),
         rows_(rows),
@@ -216,22 +216,27 @@ public:
         // If the caller averages, a gradient that is absent on one rank must be absent on all. Otherwise an absent
         // gradient counts as zeros, or affects this rank only, and the dtype is that of messages.
         compares_presence_(!(optimizer.desc().flags & DSOPT_OPTIMIZER_AVERAGES) && stage() == Stage::full &&
-                           !lists_only && plan.policy.wrapper == Wrapper::none),
-        lists_only_(lists_only) {}
+                           compared.calls && plan.policy.wrapper == Wrapper::none),
+        compared_(compared) {}
 
-    ComparedWords words(const PhaseList &phases, bool stateful) const {
+    ComparedWords words(const PhaseList &phases, bool counts) const {
         ComparedWords words;
-        words.set(ComparedWords::flags, uint32_t(optimizer_.desc().flags & ~kFlagsOfOneRank));
-        words.set(ComparedWords::options, hash(options_.count(), [&](size_t i) { return options_[i]; }));
-        // The sums of parts that ranks complete together.
-        words.set(ComparedWords::sums, phases.has(Phase::complete_squares) + 2 * phases.has(Phase::complete_sums));
-        words.set(ComparedWords::params, uint64_t(optimizer_.groups().size()) << 32 | uint64_t(plan_.count));
-        words.set(ComparedWords::list, hash(params().size(), [&](size_t i) { return key_of(params()[i]); }));
-        words.set(ComparedWords::gradients, hash(params().size(), [&](size_t i) { return gradient_key(i); }));
-        words.set(ComparedWords::calls, !lists_only_ && stateful ? uint32_t(optimizer_.calls()) : 0);
-        const bool has_schedule = !lists_only_ && plan_.onebit != nullptr;
-        words.set(ComparedWords::schedule, has_schedule ? uint32_t(plan_.onebit->now.step) : 0);
-        words.set(ComparedWords::stage, lists_only_ ? 0 : uint32_t(stage()));
+        for (int word = 0; word < ComparedWords::count; ++word) words.set(word, 0);
+        if (compared_.lists) {
+            words.set(ComparedWords::flags, uint32_t(optimizer_.desc().flags & ~kFlagsOfOneRank));
+            words.set(ComparedWords::options, hash(options_.count(), [&](size_t i) { return options_[i]; }));
+            words.set(ComparedWords::params, uint64_t(optimizer_.groups().size()) << 32 | uint64_t(plan_.count));
+            words.set(ComparedWords::list, hash(params().size(), [&](size_t i) { return key_of(params()[i]); }));
+        }
+        if (compared_.sums)
+            words.set(ComparedWords::sums, phases.has(Phase::complete_squares) + 2 * phases.has(Phase::complete_sums));
+        words.set(ComparedWords::gradients, hash(size_t(compared_.gradients.count), [&](size_t k) {
+                      return gradient_key(size_t(compared_.gradients.first) + k);
+                  }));
+        if (!compared_.calls) return words;
+        if (counts) words.set(ComparedWords::calls, uint32_t(optimizer_.calls()));
+        if (plan_.onebit != nullptr) words.set(ComparedWords::schedule, uint32_t(plan_.onebit->now.step));
+        words.set(ComparedWords::stage, uint32_t(stage()));
         return words;
     }
 
@@ -286,7 +291,9 @@ public:
     }
     void check_gradients(const ComparedWords &words) const {
         if (words.same(ComparedWords::gradients)) return;
-        const size_t i = first(params().size(), [&](size_t index) { return gradient_key(index); });
+        const auto begin = size_t(compared_.gradients.first);
+        const size_t i =
+            begin + first(size_t(compared_.gradients.count), [&](size_t k) { return gradient_key(begin + k); });
         const char *const name = params()[i].name.c_str();
         if (const int32_t dtype = sent_dtype(rows_, i))
             throw Error(DSOPT_ERR_MISMATCH, "the gradient of '%s' has dtype %s on rank %d, and another on another rank",
@@ -300,6 +307,7 @@ private:
     int rank() const { return optimizer_.data_rank().rank; }
     Stage stage() const { return plan_.onebit != nullptr ? plan_.onebit->stage : Stage::full; }
     uint64_t gradient_key(size_t i) const {
+        if (!compared_.in_buckets && optimizer_.parts()->is_in_bucket(i)) return 0;
         if (const int32_t dtype = sent_dtype(rows_, i)) return uint64_t(dtype) << 32;
         return compares_presence_ && params()[i].expert == 0 && plan_.jobs[i].present;
     }
@@ -317,15 +325,16 @@ private:
     const StepPlan &plan_;
     const StepRows *const rows_;
     const OptionList options_;
-    const bool compares_presence_, lists_only_;
+    const bool compares_presence_;
+    const Compared &compared_;
 };
 
 } // namespace
 
 void check_ranks(const Optimizer &optimizer, const StepPlan &plan, const PhaseList &phases, const StepRows *rows,
-                 bool lists_only, bool stateful) {
-    const Comparison step(optimizer, plan, rows, lists_only);
-    const ComparedWords local = step.words(phases, stateful);
+                 const Compared &compared, bool counts) {
+    const Comparison step(optimizer, plan, rows, compared);
+    const ComparedWords local = step.words(phases, counts);
     ComparedWords words = local;
     max_over_ranks(optimizer, &words, sizeof words, plan.execution.stream);
     if (words.refused != 0)
@@ -335,7 +344,7 @@ void check_ranks(const Optimizer &optimizer, const StepPlan &plan, const PhaseLi
     step.check_lists(words);
     step.check_calls(words, local);
     step.check_gradients(words);
-    if (optimizer.attachments().node) check_nodes(optimizer, plan.execution.stream);
+    if (compared.lists && optimizer.attachments().node) check_nodes(optimizer, plan.execution.stream);
 }
 
 void report_refusal(const Optimizer &optimizer, void *stream) noexcept {

@@ -24,7 +24,10 @@ void ReadyGradients::add(const dsopt_ready &ready, const std::vector<Param> &par
         }
         progress_[i] = Progress::kept;
     }
-    for (int64_t k = 0; ready.grads != nullptr && k < ready.count; ++k) grads_[param_of(ready, k)] = ready.grads[k];
+    for (int64_t k = 0; ready.grads != nullptr && k < ready.count; ++k) {
+        grads_[param_of(ready, k)] = ready.grads[k];
+        dtypes_[param_of(ready, k)] = ready.grads[k].dtype;
+    }
     count_ += ready.count;
     accumulated_ = ready.flags & DSOPT_READY_ACCUMULATED;
 }
@@ -39,7 +42,14 @@ void ReadyGradients::set_done(const dsopt_ready &ready) {
     while (done_from_ > 0 && progress_[size_t(done_from_ - 1)] == Progress::done) --done_from_;
 }
 
+void ReadyGradients::set_done(const RankParts &parts) {
+    for (size_t i = 0; i < progress_.size(); ++i)
+        if (parts.is_in_bucket(i)) progress_[i] = Progress::done;
+}
+
 void ReadyGradients::clear() {
+    if (buckets && buckets->has_begun()) buckets->end();
+    if (empty() && !planned) return;
     std::fill(progress_.begin(), progress_.end(), Progress::none);
     count_ = 0;
     done_from_ = int64_t(progress_.size());
@@ -48,8 +58,11 @@ void ReadyGradients::clear() {
 }
 
 const dsopt_tensor *ReadyGradients::complete(const dsopt_tensor *others) {
-    for (size_t i = 0; count_ != int64_t(grads_.size()) && i < grads_.size(); ++i)
-        if (!has(i)) grads_[i] = others != nullptr ? others[i] : dsopt_tensor{};
+    for (size_t i = 0; count_ != int64_t(grads_.size()) && i < grads_.size(); ++i) {
+        if (has(i)) continue;
+        grads_[i] = others != nullptr ? others[i] : dsopt_tensor{};
+        if (others != nullptr) dtypes_[i] = others[i].dtype;
+    }
     return grads_.data();
 }
 
@@ -124,7 +137,7 @@ void Optimizer::check_nothing_ready() const {
 /// Returns the phase that a gradient goes through when it is ready; nullopt: it is kept for the step.
 std::optional<Phase> Optimizer::phase_of_parts() const {
     const bool averages = parts() != nullptr && (desc_.flags & DSOPT_OPTIMIZER_AVERAGES);
-    if (onebit() != nullptr || averages) return std::nullopt;
+    if (onebit() != nullptr || (averages && !exchanges_buckets())) return std::nullopt;
     if (desc_.flags & DSOPT_OPTIMIZER_EARLY_UPDATE) return Phase::update;
     if (inspects_gradients(*this)) return Phase::inspect;
     return std::nullopt;
@@ -140,6 +153,7 @@ void Optimizer::ready(dsopt_ready *user) {
     context_->device().check_stream(ready.stream);
     check_ready(*this, ready, ready_.get());
     ReadyGradients &all = ready_gradients();
+    if (all.buckets) all.buckets->check();
     all.add(ready, params());
     try {
         const Enqueues work(pending(), ready.stream);
@@ -149,18 +163,20 @@ void Optimizer::ready(dsopt_ready *user) {
         all.remove(ready);
         throw;
     }
-    user->free_from = desc_.flags & DSOPT_OPTIMIZER_EARLY_UPDATE ? all.done_from() : int64_t(params().size());
+    user->free_from = exchanges_buckets()                 ? all.buckets->free_from()
+                      : phase_of_parts() == Phase::update ? all.done_from()
+                                                          : int64_t(params().size());
 }
 
 /// Makes the plan of the parts of a step. The tables of the last step are used if they are valid: most often only
 /// addresses of gradients change.
-void Optimizer::plan_parts(void *stream) {
+void Optimizer::plan_parts(const dsopt_tensor *grads, void *stream) {
     ReadyGradients &all = *ready_;
     ensure_workspace(stream);
     all.reuses_tables = !all.accumulated() && of_steps_.call.version == registry_.version();
     dsopt_step step{};
     step.count = int64_t(params().size());
-    step.grads = all.complete(nullptr);
+    step.grads = grads;
     step.stream = stream;
     step.flags = all.accumulated() ? DSOPT_STEP_ACCUMULATED : 0;
     all.planned.emplace(*this,
@@ -193,12 +209,67 @@ void Optimizer::plan_gradients(const dsopt_ready &ready) {
     }
 }
 
+/// Makes what the exchange of buckets needs, unless it has begun.
+void Optimizer::begin_buckets(void *stream) {
+    ReadyGradients &all = ready_gradients();
+    if (!all.buckets) all.buckets = std::make_unique<BucketExchange>(*this);
+    if (all.buckets->has_begun()) return;
+    check_skip_budget(stream);
+    check_scaler();
+    const std::optional<Phase> phase = phase_of_parts();
+    if (phase == Phase::update) ensure_state(nullptr, stream);
+    plan_parts(all.grads(), stream); // jobs have the means, and rows get the gradients later
+    const bool compares = checks_ranks(*this) || !of_steps_.lists_compared;
+    all.buckets->begin(*all.planned, phase,
+                       compares ? std::optional(Compared{.calls = false, .sums = false}) : std::nullopt);
+}
+
+/// Returns the gradient of a parameter that the ranks average.
+dsopt_tensor Optimizer::sent_gradient(const dsopt_tensor &gradient, size_t i, bool accumulated) const {
+    if (!participation()[i].is_averaged()) return {};
+    dsopt_tensor sent = gradient;
+    if (accumulated) sent = *state().find(state().list().data(), StateKind::grad_accum, int64_t(i));
+    if (accumulated && !params()[i].accumulated) sent.data = nullptr;
+    sent.numel = params()[i].numel;
+    return sent;
+}
+
+void Optimizer::send_part(const dsopt_ready &ready) {
+    ReadyGradients &all = *ready_;
+    if (all.accumulated()) ensure_state(nullptr, ready.stream);
+    begin_buckets(ready.stream);
+    if (all.accumulated()) add_to_accumulators(ready);
+    const CommUser user(this);
+    all.buckets->set_stream(ready.stream);
+    for (int64_t k = 0; k < ready.count; ++k) {
+        const size_t i = param_of(ready, k);
+        all.buckets->add(i, sent_gradient(all.grads()[i], i, all.accumulated()));
+    }
+}
+
+/// Exchanges the buckets that are left, with the gradients of the step.
+void Optimizer::finish_buckets(const dsopt_step &step, bool &ranks_compared) {
+    const bool accumulated = step.flags & DSOPT_STEP_ACCUMULATED;
+    ReadyGradients &all = ready_gradients();
+    if (!accumulated) (void)all.complete(step.grads);
+    begin_buckets(step.stream);
+    all.buckets->set_stream(step.stream);
+    for (size_t i = 0; i < params().size(); ++i)
+        if (!all.has(i))
+            all.buckets->set(i, sent_gradient(accumulated ? dsopt_tensor{} : step.grads[i], i, accumulated));
+    all.ended = true;
+    if (all.buckets->compares() && all.buckets->has_left()) ranks_compared = true; // before the first one that is left
+    all.buckets->finish(context_->parallel(step.parallel_for, step.parallel_user));
+    if (all.buckets->phase()) all.set_done(*parts());
+}
+
 void Optimizer::run_part(const dsopt_ready &ready) {
+    if (exchanges_buckets()) return send_part(ready);
     ReadyGradients &all = *ready_;
     const std::optional<Phase> phase = phase_of_parts();
-    if (phase || all.accumulated()) ensure_state(nullptr, ready.stream);
+    if (phase == Phase::update || all.accumulated()) ensure_state(nullptr, ready.stream);
     const bool is_first = phase && !all.planned;
-    if (is_first) plan_parts(ready.stream);
+    if (is_first) plan_parts(all.complete(nullptr), ready.stream);
     if (all.accumulated()) add_to_accumulators(ready);
     if (!phase || ready.count == 0) return;
     plan_gradients(ready);
@@ -230,10 +301,48 @@ dsopt_step Optimizer::complete_ready(const dsopt_step &step) {
     return whole;
 }
 
-void Optimizer::forget_ready() {
-    if (!ready_ || ready_->empty()) return;
-    ready_->clear();
-    of_steps_.call.version = 0; // the tables have addresses of these gradients
+void Optimizer::forget_ready(void *stream) {
+    if (exchanges_buckets()) {
+        const CommUser user(this);
+        begin_buckets(stream);
+        ReadyGradients &all = *ready_;
+        all.buckets->wait();
+        all.ended = true;
+        if (!all.buckets->has_failed()) {
+            if (all.buckets->compares()) {
+                report_refusal(*this, stream); // at the place at which other ranks compare, or report the same
+            } else {
+                for (size_t i = 0; i < params().size(); ++i)
+                    all.buckets->set(i, sent_gradient({nullptr, 0, all.last_dtype(i), 0}, i, false));
+                try {
+                    all.buckets->finish(context_->parallel());
+                } catch (...) {
+                    all.clear();
+                    throw;
+                }
+            }
+        }
+        all.clear();
+    }
+    if (ready_ && !ready_->empty()) ready_->clear();
+    of_steps_.call.version = 0; // the tables may have addresses of these gradients
+}
+
+void Optimizer::end_failed_step() {
+    of_steps_.call.version = 0;
+    if (ready_ && ready_->ended) ready_->clear();
+}
+
+bool Optimizer::may_report_refusal() {
+    if (!ready_ || !ready_->buckets || !ready_->buckets->has_begun()) return true;
+    ready_->buckets->wait();
+    const bool may = !ready_->buckets->has_failed();
+    ready_->ended = true;
+    return may;
+}
+
+void Optimizer::wait_for_parts() const {
+    if (ready_ && ready_->buckets) ready_->buckets->wait();
 }
 
 void Optimizer::wait(int64_t first, int64_t count, void *stream) const {
@@ -242,6 +351,8 @@ void Optimizer::wait(int64_t first, int64_t count, void *stream) const {
     if (first < 0 || count < 0 || first > size - count)
         throw Error(DSOPT_ERR_ARGUMENT, "parameters [%lld, %lld) of %zu", ll(first), ll(first) + ll(count),
                     params().size());
+    if (ready_ && ready_->buckets && ready_->buckets->has_begun() && count > 0)
+        ready_->buckets->wait_for(size_t(first));
     order_after_calls(stream);
 }
 
@@ -250,7 +361,9 @@ TensorInterval Optimizer::bucket(int64_t param) const {
     check_options<At::step>(Facts{facts::ready}.add(facts::compat, compat()));
     if (param < 0 || size_t(param) >= params().size())
         throw Error(DSOPT_ERR_ARGUMENT, "parameter %lld of %zu", ll(param), params().size());
-    return {param, phase_of_parts() == Phase::update};
+    if (exchanges_buckets() && parts()->is_in_bucket(size_t(param)))
+        return parts()->tensors_of(parts()->bucket_of(size_t(param)));
+    return {param, !exchanges_buckets() && phase_of_parts() == Phase::update};
 }
 
 } // namespace dsopt

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Gradients of a step in parts: those that dsopt_optimizer_ready has received, and what was done with them.
 #pragma once
+#include "optimizer/buckets.h"
 #include "optimizer/plan.h"
 #include <vector>
 
@@ -18,6 +19,7 @@ public:
         grads_(params),
         progress_(params),
         intervals_(params),
+        dtypes_(params),
         done_from_(int64_t(params)) {}
 
     bool empty() const { return count_ == 0; }
@@ -31,14 +33,17 @@ public:
     void add(const dsopt_ready &ready, const std::vector<Param> &params);
     /// Takes back what add() of the same call did.
     void remove(const dsopt_ready &ready);
-    /// Notes that the phase ran for the parameters of a call.
+    /// Notes that the phase ran for the parameters of a call, or for all that are in buckets.
     void set_done(const dsopt_ready &ready);
+    void set_done(const RankParts &parts);
     void clear();
 
     /// Returns the gradients of the whole step, one entry per parameter; those of parameters that are not ready are
     /// `others`, or absent if it is NULL.
     const dsopt_tensor *complete(const dsopt_tensor *others);
-    dsopt_tensor *grads() { return grads_.data(); }
+    const dsopt_tensor *grads() const { return grads_.data(); }
+    /// Returns the dtype of the last gradient of a parameter; 0: it had none.
+    int32_t last_dtype(size_t param) const { return dtypes_[param]; }
     /// Returns the parameters for which the phase is left.
     std::span<const TensorInterval> left();
     /// Returns the index from which on all parameters are done.
@@ -46,13 +51,15 @@ public:
 
     /// The plan of the parts, made by the first call of a step that has work to do.
     std::optional<Optimizer::Planned> planned;
-    bool reuses_tables = false; // the tables of the last step are still valid
-    bool ended = false;         // the step has begun its phases: these gradients are forgotten, come what may
+    std::unique_ptr<BucketExchange> buckets; // NULL before the first step that exchanges buckets
+    bool reuses_tables = false;              // the tables of the last step are still valid
+    bool ended = false; // the step has begun its phases: these gradients are forgotten, come what may
 
 private:
     std::vector<dsopt_tensor> grads_;
     std::vector<Progress> progress_;
     std::vector<TensorInterval> intervals_; // for left()
+    std::vector<int32_t> dtypes_;
     int64_t count_ = 0, done_from_;
     bool accumulated_ = false;
 };

@@ -132,9 +132,9 @@ Range RankParts::in_bucket(size_t param) const {
     const RowSection &section = layout_.section(bucket_of(param));
     return section.vectors[0].range(param - section.first);
 }
-std::pair<size_t, size_t> RankParts::bucket(size_t param) const {
-    const auto k = size_t(bucket_of(param));
-    return {buckets_[k], owners_[param] < 0 ? buckets_[k + 1] - buckets_[k] : 0};
+TensorInterval RankParts::tensors_of(int bucket) const {
+    const int64_t first = int64_t(buckets_[size_t(bucket)]);
+    return {first, int64_t(buckets_[size_t(bucket) + 1]) - first};
 }
 
 Range RankParts::slice(size_t param) const {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sharded state (DSOPT_OPTIMIZER_SHARD, _SHARD_NODE): the part of every parameter whose state a data-parallel rank keeps.
 #pragma once
+#include "device/phases.h"
 #include "device/plan.h"
 #include "exchange/layout.h"
 #include "optimizer/participation.h"
@@ -39,9 +40,11 @@ public:
     const Range &part(size_t param) const { return parts_[param]; }
     /// True if several ranks have parts of a parameter.
     bool is_split(size_t param) const;
-    /// Returns the bucket of a parameter: its first parameter and their number. The count is 0 for tensors that one
-    /// rank has as a whole.
-    std::pair<size_t, size_t> bucket(size_t param) const;
+    /// Returns the index of a parameter's bucket. Tensors that one rank has as a whole are in none.
+    bool is_in_bucket(size_t param) const { return owners_[param] < 0; }
+    int bucket_of(size_t param) const;
+    /// Returns the parameters of a bucket, and tensors among them that one rank has as a whole.
+    TensorInterval tensors_of(int bucket) const;
     int buckets() const { return int(buckets_.size()) - 1; }
     /// Returns the number of leaves of this rank's parts, without those of whole tensors of matrices, and with them.
     int64_t leaves() const { return leaves_; }
@@ -63,7 +66,6 @@ private:
     int owners() const { return sharding_ == Sharding::in_node ? local_.node_ranks : local_.ranks; }
     int ranks_of_owner() const { return sharding_ == Sharding::in_node ? local_.nodes() : 1; }
 
-    int bucket_of(size_t param) const;
     /// Returns the range of a parameter in the vector of its bucket.
     Range in_bucket(size_t param) const;
 

@@ -295,7 +295,7 @@ void Optimizer::reset(int32_t what, void *stream) {
     constexpr int32_t known = DSOPT_RESET_MASTERS | DSOPT_RESET_MOMENTS | DSOPT_RESET_COUNTERS | DSOPT_RESET_GRADS |
                               DSOPT_RESET_ERRORS | DSOPT_RESET_READY;
     if (what & ~known) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_reset: unknown parts 0x%x", what);
-    if (what & DSOPT_RESET_READY) forget_ready();
+    if (what & DSOPT_RESET_READY) forget_ready(stream);
     if (what == DSOPT_RESET_READY) return;
     check_nothing_ready();
     if (what & DSOPT_RESET_MASTERS)

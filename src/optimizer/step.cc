@@ -54,7 +54,7 @@ MatrixPlan plan_matrices(const Optimizer &optimizer, const StepRequest &request,
 
 /// Runs a step. With DSOPT_OPTIMIZER_CHECK_RANKS: if it fails before the ranks compare their steps, reports this to the
 /// other ranks.
-template <class F> void run_or_report(Optimizer &optimizer, const dsopt_step *step, F &&body) {
+template <class F> void run_or_report(Optimizer &optimizer, const dsopt_step *step, bool stateful, F &&body) {
     void *stream = nullptr; // of an unreadable dsopt_step: the default stream of the device
     bool ranks_compared = false;
     try {
@@ -64,7 +64,14 @@ template <class F> void run_or_report(Optimizer &optimizer, const dsopt_step *st
         optimizer.context().device().check_stream(stream);
         body(known, ranks_compared);
     } catch (...) {
-        if (checks_ranks(optimizer) && !ranks_compared) report_refusal(optimizer, stream);
+        if (!stateful) {
+            if (checks_ranks(optimizer) && !ranks_compared) report_refusal(optimizer, stream);
+            throw;
+        }
+        const CommUser user(&optimizer);
+        if (checks_ranks(optimizer) && !ranks_compared && optimizer.may_report_refusal())
+            report_refusal(optimizer, stream);
+        optimizer.end_failed_step();
         throw;
     }
 }
@@ -130,15 +137,23 @@ void Optimizer::run(const StepRequest &request, const dsopt_tensor *state, void 
     if (engine_schedule) onebit()->invalidate_schedule(); // in case the step fails
     const bool checks = request.ranks_compared != nullptr && checks_ranks(*this);
     const bool checks_lists = !checks && request.stateful && derived_.sends_lists() && !of_steps_.lists_compared;
-    ReadyGradients *const ready = request.stateful && ready_ && !ready_->empty() ? ready_.get() : nullptr;
+    ReadyGradients *const ready = request.stateful && ready_ && ready_->planned ? ready_.get() : nullptr;
     const auto compare = [&] {
-        if (ready != nullptr) ready->ended = true;
+        if (request.stateful && ready_) ready_->ended = true;
         if (checks) *request.ranks_compared = true;
         if (checks || checks_lists)
-            check_ranks(*this, plan, phases, planned.rows ? &*planned.rows : nullptr, checks_lists, request.stateful);
+            check_ranks(*this, plan, phases, planned.rows ? &*planned.rows : nullptr,
+                        {.lists = !request.buckets_are_averaged,
+                         .calls = checks,
+                         .in_buckets = !request.buckets_are_averaged,
+                         .gradients = {0, plan.count}},
+                        request.stateful);
     };
     StepRun run = planned.run(*this, compare, checks || checks_lists ? kComparedBytes : 0);
-    if (ready != nullptr && ready->planned) run.parts = StepParts{*phase_of_parts(), ready->left()};
+    if (ready != nullptr) {
+        const std::optional<Phase> phase = request.buckets_are_averaged ? ready->buckets->phase() : phase_of_parts();
+        if (phase) run.parts = StepParts{*phase, ready->left()};
+    }
     drive(run);
     if (request.stateful && desc_.skip_budget > 0) outcome_.enqueue_copy(context_->device(), request.step.stream);
     if (engine_schedule) onebit()->count_step(planned.onebit.plan);
@@ -155,27 +170,20 @@ void Optimizer::run_initial_step(const dsopt_tensor *params, const dsopt_tensor 
 }
 
 void Optimizer::step(const dsopt_step *step) {
-    run_or_report(*this, step,
+    run_or_report(*this, step, true,
                   [&](const dsopt_step &known, bool &ranks_compared) { execute_step(known, ranks_compared); });
 }
 void Optimizer::apply(const dsopt_step *step) {
-    run_or_report(*this, step,
+    run_or_report(*this, step, false,
                   [&](const dsopt_step &known, bool &ranks_compared) { execute_apply(known, ranks_compared); });
 }
 
 void Optimizer::execute_step(const dsopt_step &step, bool &ranks_compared) {
-    if (!(step.flags & DSOPT_STEP_READY)) {
-        check_nothing_ready();
-        return execute_whole_step(step, ranks_compared);
-    }
-    const dsopt_step whole = complete_ready(step);
-    order_after_calls(step.stream);
-    try {
-        execute_whole_step(whole, ranks_compared);
-    } catch (...) {
-        if (ready_ && ready_->ended) ready_->clear();
-        throw;
-    }
+    const bool in_parts = step.flags & DSOPT_STEP_READY;
+    if (!in_parts) check_nothing_ready();
+    const dsopt_step whole = in_parts ? complete_ready(step) : step;
+    if (in_parts) order_after_calls(step.stream);
+    execute_whole_step(whole, ranks_compared);
     if (ready_) ready_->clear();
 }
 
@@ -194,8 +202,11 @@ void Optimizer::execute_whole_step(const dsopt_step &step, bool &ranks_compared)
                               .engine_schedule = engine_schedule,
                               .reuse = reuse,
                               .host = of_steps_.call.tables.data(),
+                              .buckets_are_averaged = exchanges_buckets(),
                               .ranks_compared = &ranks_compared};
-    of_steps_.call.version = 0; // in case the step fails
+    const CommUser user(this);
+    if (exchanges_buckets()) finish_buckets(step, ranks_compared); // reads tables of the last step
+    of_steps_.call.version = 0;                                    // in case the step fails
     run(request, state, of_steps_.workspace.data());
     store_call(request);
     count_call(step);

@@ -62,6 +62,7 @@ Facts facts_of(const dsopt_optimizer_desc &desc) {
         .add(facts::shard_node, flag(DSOPT_OPTIMIZER_SHARD_NODE))
         .add(facts::split_matrices, flag(DSOPT_OPTIMIZER_SPLIT_MATRICES))
         .add(facts::bucket, desc.bucket != 0)
+        .add(facts::buckets_in_flight, desc.buckets_in_flight != 0)
         .add(facts::early_update, flag(DSOPT_OPTIMIZER_EARLY_UPDATE))
         .add(facts::scaler, desc.scaler != nullptr)
         .add(facts::nonfinite_skip, desc.nonfinite == DSOPT_NONFINITE_SKIP)

@@ -29,13 +29,18 @@ public:
         nodes_(local_.nodes()),
         sends_f32_(rows_.comms.first_level().provider_sums()) {}
 
-    void average(int64_t stripe) const {
+    /// `packed`: the rows of the stripe, which pack() has made; NULL: they are made here.
+    void average(int64_t stripe, const char *packed) const {
         const int64_t bytes = row_bytes(stripe, false), f32_bytes = row_bytes(stripe, true);
         if (bytes == 0) return;
-        pack(stripe, bytes);
+        if (packed == nullptr) {
+            pack(stripe, sent());
+            packed = sent();
+        }
         Comm *const data = rows_.comms.data, *const node = rows_.comms.node;
-        if (node == nullptr) return add_up(stripe, exchange(*data, bytes, false), f32_bytes);
-        const Received slice = exchange(*node, nodes_ * bytes, false); // of this rank in its node: a row per node
+        if (node == nullptr) return add_up(stripe, exchange(*data, packed, bytes, false), f32_bytes);
+        // Of this rank in its node: a row per node.
+        const Received slice = exchange(*node, packed, nodes_ * bytes, false);
         if (nodes_ == 1 && !in_node_) return add_up(stripe, slice, f32_bytes);
         const bool stores = in_node_ && !rows_.all_of_node; // means, not sums to send
         if (!stores) clear(sent(), nodes_ * f32_bytes);
@@ -49,18 +54,37 @@ public:
         sum(pieces, {slice.stride, slice.count, in_node_ ? 1.0f / float(local_.node_ranks) : 1.0f});
         if (stores) return;
         if (in_node_) return gather_means(stripe, nullptr, node, nodes_ * f32_bytes, 0, f32_bytes);
-        add_up(stripe, exchange(*data, f32_bytes, true), f32_bytes);
+        add_up(stripe, exchange(*data, sent(), f32_bytes, true), f32_bytes);
+    }
+    /// Returns the bytes of the packed rows of a stripe.
+    int64_t packed_bytes(int64_t stripe) const { return local_.ranks * row_bytes(stripe, false); }
+    /// Copies the gradients to one row per rank; absent ones are zeros.
+    void pack(int64_t stripe, char *to) const {
+        const int64_t bytes = row_bytes(stripe, false);
+        clear(to, local_.ranks * bytes);
+        PieceList pieces(rows_);
+        for (int row = 0; row < local_.ranks; ++row)
+            for_pieces(stripe, row, false, [&](const Piece &piece, int64_t) {
+                const dsopt_tensor &gradient = gradients_[piece.tensor];
+                if (gradient.data != nullptr)
+                    pieces.add(piece_of(gradient, piece.range), to + row * bytes + piece.offset,
+                               sent_dtype(piece.tensor));
+            });
+        if (!sends_f32_) return copy(pieces.tensors(), pieces.others(), pieces.count());
+        const Execution &execution = run_.plan.execution;
+        run_.context.device().kernels().axpby({}, pieces.tensors(), 0, pieces.others(), pieces.count(),
+                                              execution.parallel, execution.stream);
     }
 
 private:
     /// Sends a message of `bytes` to every rank of `comm`, which adds up what it receives. If the provider adds, there
     /// is only the sum.
-    Received exchange(Comm &comm, int64_t bytes, bool f32) const {
+    Received exchange(Comm &comm, const char *from, int64_t bytes, bool f32) const {
         if (comm.provider_sums()) {
-            comm.reduce_scatter(sent(), received(), bytes / int64_t(sizeof(float)), stream(), Place::backend);
+            comm.reduce_scatter(from, received(), bytes / int64_t(sizeof(float)), stream(), Place::backend);
             return {received(), true, 0, 1};
         }
-        comm.all_to_all(sent(), received(), bytes, stream(), Place::backend);
+        comm.all_to_all(from, received(), bytes, stream(), Place::backend);
         return {received(), f32, bytes, comm.ranks()};
     }
     /// Returns the dtype in which a gradient is sent.
@@ -102,22 +126,6 @@ private:
         return {data, piece.range.numel, DSOPT_DTYPE_F32, 0};
     }
 
-    /// Copies the gradients to one row per rank; absent ones are zeros.
-    void pack(int64_t stripe, int64_t bytes) const {
-        clear(sent(), local_.ranks * bytes);
-        PieceList pieces(rows_);
-        for (int row = 0; row < local_.ranks; ++row)
-            for_pieces(stripe, row, false, [&](const Piece &piece, int64_t) {
-                const dsopt_tensor &gradient = gradients_[piece.tensor];
-                if (gradient.data != nullptr)
-                    pieces.add(piece_of(gradient, piece.range), sent() + row * bytes + piece.offset,
-                               sent_dtype(piece.tensor));
-            });
-        if (!sends_f32_) return copy(pieces.tensors(), pieces.others(), pieces.count());
-        const Execution &execution = run_.plan.execution;
-        run_.context.device().kernels().axpby({}, pieces.tensors(), 0, pieces.others(), pieces.count(),
-                                              execution.parallel, execution.stream);
-    }
     /// Computes this rank's row of means, and gathers those of the other ranks if its jobs need them.
     void add_up(int64_t stripe, const Received &from, int64_t f32_bytes) const {
         const bool alone = rows_.sharding == Sharding::ranks;
@@ -158,6 +166,12 @@ private:
     const bool sends_f32_; // the first comm's provider adds, which it can do in F32 only
 };
 
+/// Calls body(stripe) for the stripes of a section.
+template <class Body> void for_stripes(const StepRows &rows, int section, const Body &body) {
+    for (int64_t stripe = rows.layout.first_stripe(section); stripe < rows.layout.first_stripe(section + 1); ++stripe)
+        body(stripe);
+}
+
 } // namespace
 
 void average_gradients(const StepRun &run) {
@@ -165,11 +179,37 @@ void average_gradients(const StepRun &run) {
     for (const dsopt_tensor *gradients : {rows.averaged_in_node, rows.averaged}) {
         if (gradients == nullptr) continue;
         const Averager averager(run, gradients, gradients == rows.averaged_in_node);
+        const auto average = [&](int section) {
+            for_stripes(rows, section, [&](int64_t stripe) { averager.average(stripe, nullptr); });
+        };
         // Buckets become complete from the last one to the first, and a step without parts sends the same messages.
-        for (int section = rows.layout.sections(); section-- > 0;)
-            for (int64_t k = rows.layout.first_stripe(section); k < rows.layout.first_stripe(section + 1); ++k)
-                averager.average(k);
+        if (!rows.buckets_are_averaged)
+            for (int bucket = rows.buckets; bucket-- > 0;) average(bucket);
+        for (int section = rows.buckets; section < rows.layout.sections(); ++section) average(section);
     }
+}
+
+int64_t packed_bytes(const StepRun &run, int bucket) {
+    const Averager averager(run, run.rows->averaged, false);
+    int64_t bytes = 0;
+    for_stripes(*run.rows, bucket, [&](int64_t stripe) { bytes += averager.packed_bytes(stripe); });
+    return bytes;
+}
+
+void pack_bucket(const StepRun &run, int bucket, char *to) {
+    const Averager averager(run, run.rows->averaged, false);
+    for_stripes(*run.rows, bucket, [&](int64_t stripe) {
+        averager.pack(stripe, to);
+        to += averager.packed_bytes(stripe);
+    });
+}
+
+void average_bucket(const StepRun &run, int bucket, const char *packed) {
+    const Averager averager(run, run.rows->averaged, false);
+    for_stripes(*run.rows, bucket, [&](int64_t stripe) {
+        averager.average(stripe, packed);
+        if (packed != nullptr) packed += averager.packed_bytes(stripe);
+    });
 }
 
 void reserve_average(const StepRun &run) {

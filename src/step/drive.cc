@@ -49,15 +49,6 @@ constexpr bool has_all_driver_phases() {
 }
 static_assert(has_all_driver_phases());
 
-/// Reserves memory of the comms for every collective of a step.
-void reserve_messages(const StepRun &run) {
-    for (Comm *comm : {run.comms.data, run.comms.node})
-        if (comm != nullptr) comm->reserve({.all_reduce = run.compared_bytes}, run.plan.execution.stream, Place::host);
-    for (const Phase phase : run.phases.all())
-        if (const DriverPhase *const each = driver_phase(phase); each != nullptr && each->reserve != nullptr)
-            each->reserve(run);
-}
-
 /// Runs the phases [first, end). `in_parts`: neighbours of this phase are not run together with it.
 void run_phases(const StepRun &run, StepKernels &kernels, size_t first, size_t last, size_t in_parts) {
     const Phases all = run.phases.all();
@@ -86,6 +77,14 @@ void run_phases(const StepRun &run, StepKernels &kernels) {
 
 } // namespace
 
+void reserve(const StepRun &run) {
+    for (Comm *comm : {run.comms.data, run.comms.node})
+        if (comm != nullptr) comm->reserve({.all_reduce = run.compared_bytes}, run.plan.execution.stream, Place::host);
+    for (const Phase phase : run.phases.all())
+        if (const DriverPhase *const each = driver_phase(phase); each != nullptr && each->reserve != nullptr)
+            each->reserve(run);
+}
+
 void drive(const StepRun &run) {
     const Device &device = run.context.device();
     const auto &[data, model, experts, expert_count, node] = run.comms;
@@ -95,7 +94,7 @@ void drive(const StepRun &run) {
             run.compare();
             return run_phases(run, kernels);
         }
-        reserve_messages(run);
+        reserve(run);
         run.compare();
         unusable_on_failure(run.comms, [&] { run_phases(run, kernels); });
     });
@@ -109,7 +108,10 @@ void drive_part(const StepRun &run, Phase phase, bool is_first,
         const Phases all = run.phases.all();
         const size_t index = index_of(phase, all);
         kernels.mark(-1);
-        if (is_first) run_phases(run, kernels, 0, index, all.size());
+        for (size_t first = 0, last = 0; is_first && last < index; first = last = last + 1) {
+            while (last < index && info_of(all[last]).ranks == kNoRanks) ++last;
+            run_phases(run, kernels, first, last, all.size());
+        }
         for_intervals([&](const TensorInterval &interval) { kernels.run({all, index, index + 1, interval}); });
     });
 }

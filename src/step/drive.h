@@ -40,6 +40,8 @@ struct StepRun {
 /// compensated values that were to be sent. Parameters, moments, counters and schedule are as before the step, except
 /// for 0/1 Adam's local step before a synchronisation.
 void drive(const StepRun &run);
+/// Reserves memory of the comms for every collective of a step. Sends nothing.
+void reserve(const StepRun &run);
 /// Runs a phase for the tensors that `for_intervals` passes on, before drive() runs the rest of the step. `is_first`:
 /// also runs what precedes the phase and concerns all tensors.
 void drive_part(const StepRun &run, Phase phase, bool is_first,

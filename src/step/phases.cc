@@ -11,7 +11,8 @@ bool PhaseList::has(Phase phase) const { return std::find(phases_, phases_ + cou
 PhaseList phases_of(const StepPlan &plan, const StepRows *rows, const CommSet &comms) {
     const StepPolicy &policy = plan.policy;
     const OneBitPlan *const onebit = plan.onebit;
-    const bool averages = rows != nullptr && (rows->averaged != nullptr || rows->averaged_in_node != nullptr);
+    const bool averages = rows != nullptr && (rows->averaged != nullptr || rows->averaged_in_node != nullptr) &&
+                          !(rows->buckets_are_averaged && rows->buckets == rows->layout.sections());
     const bool shards = rows != nullptr && rows->sharding != Sharding::none;
     // Of these steps each rank inspects a part. The sums of updates are partial if state is sharded.
     const bool in_parts = shards || plan.slice_jobs != nullptr,

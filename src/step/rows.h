@@ -135,6 +135,8 @@ struct StepRows {
     const dsopt_tensor *averaged_in_node;
     bool all_of_node;
     const dsopt_tensor *weights; // the whole parameters of sharded state, or NULL
+    int buckets;                 // the first sections of the layout
+    bool buckets_are_averaged;   // before the step, which averages the rest
     dsopt_tensor *lists;         // 2 * RowLayout::max_pieces() tensors
     char *staging[2];            // two times a row of every rank: what a collective sends and what it receives
 };

@@ -221,6 +221,7 @@ const DSOPT_COMM_KIND_TABLE = Int32(4)
 const DSOPT_COMM_FLAG_ENQUEUE = Int32(1)
 const DSOPT_COMM_FLAG_SYNCHRONIZE = Int32(2)
 const DSOPT_COMM_FLAG_PROVIDER_SUMS = Int32(4)
+const DSOPT_COMM_FLAG_ANY_THREAD = Int32(8)
 const DSOPT_OP_SUM = Int32(0)
 const DSOPT_OP_MAX = Int32(1)
 const DSOPT_OP_MEAN = Int32(2)
@@ -316,7 +317,7 @@ Base.@kwdef struct dsopt_param
 end
 
 Base.@kwdef struct dsopt_optimizer_desc
-    size::UInt64 = 104
+    size::UInt64 = 112
     compat::Int32 = 0
     flags::Int32 = 0
     nonfinite::Int32 = 0
@@ -332,6 +333,8 @@ Base.@kwdef struct dsopt_optimizer_desc
     seed::UInt64 = 0
     node::Ptr{Cvoid} = C_NULL
     bucket::Int64 = 0
+    buckets_in_flight::Int32 = 0
+    reserved::Int32 = 0
 end
 
 Base.@kwdef struct dsopt_state_info
@@ -828,7 +831,7 @@ const LAYOUT = (
     (dsopt_context_info, 24, (0, 8, 12, 16, 20)),
     (dsopt_group, 224, (0, 8, 12, 16, 24, 32, 40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120, 128, 136, 144, 152, 160, 168, 176, 180, 184, 192, 200, 208, 212, 216, 220)),
     (dsopt_param, 80, (0, 24, 32, 40, 44, 48, 56, 60, 64, 72)),
-    (dsopt_optimizer_desc, 104, (0, 8, 12, 16, 20, 24, 32, 40, 48, 56, 64, 72, 76, 80, 88, 96)),
+    (dsopt_optimizer_desc, 112, (0, 8, 12, 16, 20, 24, 32, 40, 48, 56, 64, 72, 76, 80, 88, 96, 104, 108)),
     (dsopt_state_info, 80, (0, 8, 16, 24, 48, 56, 60, 64, 72, 76)),
     (dsopt_step, 152, (0, 8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120, 128, 136, 140, 144)),
     (dsopt_ready, 64, (0, 8, 16, 24, 32, 40, 48, 52, 56)),

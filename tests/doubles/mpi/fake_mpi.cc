@@ -234,6 +234,7 @@ double MPI_Wtime() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 int MPI_Initialized(int *flag) { return return_value(flag, 1); }
+int MPI_Query_thread(int *level) { return return_value(level, int(MPI_THREAD_MULTIPLE)); }
 int MPI_Finalized(int *flag) { return return_value(flag, 0); }
 int MPI_Error_string(int code, char *text, int *length) {
     *length = std::snprintf(text, MPI_MAX_ERROR_STRING, "error %d of the double", code);

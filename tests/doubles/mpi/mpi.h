@@ -17,6 +17,7 @@ enum { MPI_SUCCESS = 0, MPI_ERR_TRUNCATE = 14, MPI_ERR_OTHER = 15, MPI_MAX_ERROR
 enum { MPI_BYTE, MPI_INT32_T, MPI_INT64_T, MPI_FLOAT, MPI_DOUBLE };
 enum { MPI_SUM, MPI_MAX };
 enum { MPI_ERRORS_RETURN = 1 };
+enum { MPI_THREAD_SINGLE, MPI_THREAD_MULTIPLE = 3 };
 #define MPI_COMM_NULL nullptr
 #define MPI_COMM_WORLD fake_mpi_world()
 #define MPI_STATUS_IGNORE nullptr
@@ -26,6 +27,7 @@ MPI_Comm fake_mpi_world();
 
 double MPI_Wtime();
 int MPI_Initialized(int *flag);
+int MPI_Query_thread(int *level);
 int MPI_Finalized(int *flag);
 int MPI_Error_string(int code, char *text, int *length);
 int MPI_Comm_set_errhandler(MPI_Comm comm, MPI_Errhandler handler);

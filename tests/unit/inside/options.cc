@@ -189,6 +189,7 @@ std::vector<Case> comm_cases(const Calls &calls) {
          [&calls] { return calls.comm(DSOPT_COMM_KIND_NCCL, [](auto &desc) { desc.native = &any, desc.ranks = 2; }); }},
         {"DSOPT_COMM_FLAG_ENQUEUE and DSOPT_COMM_FLAG_SYNCHRONIZE contradict each other",
          with_flags(kTable, kEnqueue | kSynchronize)},
+        {"DSOPT_COMM_FLAG_ANY_THREAD is for a TABLE: kind 0 has it", with_flags(kSelf, DSOPT_COMM_FLAG_ANY_THREAD)},
         {"DSOPT_COMM_FLAG_SYNCHRONIZE has no effect with kind 0", with_flags(kSelf, kSynchronize)},
         {"PROVIDER_SUMS has no effect with kind 0", with_flags(kSelf, kSums)},
         {"DSOPT_COMM_FLAG_ENQUEUE has no effect with kind 0", with_flags(kSelf, kEnqueue)},
@@ -252,6 +253,8 @@ std::vector<Case> optimizer_cases(const Calls &calls) {
         {"SHARD and SHARD_NODE exclude one another", made(calls.flags(kShard | kInNode, true))},
         {"dsopt_optimizer_desc.bucket has no effect without AVERAGES, SHARD or SHARD_NODE",
          made([](auto &desc) { desc.bucket = 4096; })},
+        {"dsopt_optimizer_desc.buckets_in_flight has no effect without bucket",
+         made([](auto &desc) { desc.buckets_in_flight = 2; })},
         {"the originals have no buckets: dsopt_optimizer_desc.bucket is for standard mode", made([](auto &desc) {
              Calls::compat(kShard)(desc);
              desc.bucket = 4096;

@@ -207,16 +207,22 @@ public:
         });
     }
 
-    /// Trains with gradients that are made ready one by one, the first one of the last step with the step.
+    /// Trains with gradients that are made ready one by one, the first one of the last step with the step. With
+    /// AVERAGES as a rank of two.
     template <int32_t Flags> std::string parts(MemoryFile &) {
         dsopt_context_desc desc = context_desc(2);
         hook_.attach(desc);
         desc.parallel_for = run_in_order;
-        const dsopt_optimizer_desc optimizer = optimizer_desc(Flags == 0 ? 0.5 : 0, Flags);
+        dsopt_optimizer_desc optimizer = optimizer_desc(Flags == DSOPT_OPTIMIZER_EARLY_UPDATE ? 0 : 0.5, Flags);
         const dsopt_group group = make_group(DSOPT_ALGORITHM_ADAMW);
         const auto list = model_.registered();
         auto grads = list_of(model_.grads);
         call("context_create", [&] { return dsopt_context_create(&desc, &context_); });
+        if (Flags & DSOPT_OPTIMIZER_AVERAGES) {
+            call("comm_create", [&] { return mirror_comm::create(context_, 2, &comm_); });
+            optimizer.data = comm_;
+            optimizer.bucket = 4096;
+        }
         call("optimizer_create", [&] { return dsopt_optimizer_create(context_, &optimizer, &opt_); });
         call("optimizer_add_group", [&] { return dsopt_optimizer_add_group(opt_, &group, list.data(), 4); });
         for (uint64_t t = 1; t <= 3; ++t) {
@@ -228,8 +234,11 @@ public:
                 ready.grads = &grads[size_t(i)];
                 call("optimizer_ready", [&] { return dsopt_optimizer_ready(opt_, &ready); });
             }
+            auto left = grads;
+            for (size_t i = t == 3 ? 1 : 0; i < left.size(); ++i) left[i].data = nullptr;
             DSOPT_NEW(dsopt_step, step);
             step.count = 4;
+            step.grads = left.data();
             step.flags = DSOPT_STEP_READY;
             call("optimizer_step", [&] { return dsopt_optimizer_step(opt_, &step); });
         }
@@ -480,6 +489,7 @@ std::vector<Plan> plans() {
     add("Wrap", &Training::wrap);
     add("Accumulate", &Training::accumulate);
     add("Parts", &Training::parts<0>);
+    add("AveragedParts", &Training::parts<DSOPT_OPTIMIZER_AVERAGES>);
     add("EarlyParts", &Training::parts<DSOPT_OPTIMIZER_EARLY_UPDATE>);
     add("Muon", &Training::orthogonalize);
     add("OneBitAdam", &Training::exchange<DSOPT_ALGORITHM_ONEBIT_ADAM>);

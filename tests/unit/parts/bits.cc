@@ -66,6 +66,13 @@ std::string name_of_case(const testing::TestParamInfo<Case> &info) { return info
 class PartsOfOneRank : public testing::TestWithParam<Case> {};
 INSTANTIATE_TEST_SUITE_P(, PartsOfOneRank, testing::ValuesIn(all_cases()), name_of_case);
 
+LABEL_PARAMS(one_of_many, "ClipsAGroup");
+LABEL_PARAMS(one_of_many, "S*");
+LABEL_PARAMS(one_of_many, "Reports");
+LABEL_PARAMS(one_of_many, "Lamb");
+LABEL_PARAMS(one_of_many, "NoMaster");
+LABEL_PARAMS(one_of_many, "EarlyMixed");
+LABEL_PARAMS(one_of_many, "EarlyLion");
 TEST_P(PartsOfOneRank, GiveTheBitsOfTheUndividedStep) {
     const ShardTraining &training = GetParam().training;
     for (const int threads : {1, 3})
@@ -84,6 +91,13 @@ TEST_P(PartsOfOneRank, GiveTheBitsOfTheUndividedStep) {
         }
 }
 
+LABEL_PARAMS(one_of_many, "ClipsAGroup");
+LABEL_PARAMS(one_of_many, "S*");
+LABEL_PARAMS(one_of_many, "Reports");
+LABEL_PARAMS(one_of_many, "Lamb");
+LABEL_PARAMS(one_of_many, "NoMaster");
+LABEL_PARAMS(one_of_many, "EarlyMixed");
+LABEL_PARAMS(one_of_many, "EarlyLion");
 // In one training, whatever was reused from the step before.
 TEST_P(PartsOfOneRank, MayAlternateWithUndividedSteps) {
     const ShardTraining &training = GetParam().training;
@@ -111,6 +125,13 @@ TEST_P(PartsOfOneRank, MayAlternateWithUndividedSteps) {
 class PartsOfRanks : public testing::TestWithParam<Case> {};
 INSTANTIATE_TEST_SUITE_P(, PartsOfRanks, testing::ValuesIn(all_cases()), name_of_case);
 
+LABEL_PARAMS(one_of_many, "ClipsAGroup");
+LABEL_PARAMS(one_of_many, "S*");
+LABEL_PARAMS(one_of_many, "Reports");
+LABEL_PARAMS(one_of_many, "Lamb");
+LABEL_PARAMS(one_of_many, "NoMaster");
+LABEL_PARAMS(one_of_many, "EarlyMixed");
+LABEL_PARAMS(one_of_many, "EarlyLion");
 // The caller has averaged the gradients. Ranks make different things ready.
 TEST_P(PartsOfRanks, GiveTheBitsOfTheUndividedStepOfOneRank) {
     const ShardTraining &training = GetParam().training;
@@ -137,27 +158,58 @@ TEST_P(PartsOfRanks, GiveTheBitsOfTheUndividedStepOfOneRank) {
         });
 }
 
-// The step exchanges gradients that were ready.
-TEST(PartsWithAverages, GiveTheBitsOfTheMean) {
-    for (const Topology &topology : {Topology{1, 3, 0}, Topology{2, 2}})
+// Each rank passes other gradients in another order, and some ranks make an undivided step. Buckets are exchanged while
+// gradients are missing; without buckets the step exchanges all of them.
+class AveragedParts : public testing::TestWithParam<Case> {};
+INSTANTIATE_TEST_SUITE_P(, AveragedParts, testing::ValuesIn(all_cases()), name_of_case);
+
+LABEL_PARAMS(long_emulated, "ClipsAGroup");
+LABEL_PARAMS(long_emulated, "Reports");
+LABEL_PARAMS(long_emulated, "Lamb");
+LABEL_PARAMS(long_emulated, "NoMaster");
+LABEL_PARAMS(long_emulated, "EarlyMixed");
+LABEL_PARAMS(long_emulated, "EarlyLion");
+LABEL_PARAMS(one_of_many, "ClipsAGroup");
+LABEL_PARAMS(one_of_many, "S*");
+LABEL_PARAMS(one_of_many, "Reports");
+LABEL_PARAMS(one_of_many, "Lamb");
+LABEL_PARAMS(one_of_many, "NoMaster");
+LABEL_PARAMS(one_of_many, "EarlyMixed");
+LABEL_PARAMS(one_of_many, "EarlyLion");
+TEST_P(AveragedParts, GiveTheBitsOfTheMean) {
+    const ShardTraining &training = GetParam().training;
+    uint32_t check = 0; // in every second topology
+    for (const Topology &topology :
+         {Topology{1, 3, 0}, Topology{1, 2, 0, 4096}, Topology{1, 3, DSOPT_OPTIMIZER_SHARD, 8192},
+          Topology{2, 2, DSOPT_OPTIMIZER_SHARD, 4096}, Topology{2, 2, DSOPT_OPTIMIZER_SHARD_NODE, 16384},
+          Topology{2, 2, 0, 4096}, Topology{1, 2, DSOPT_OPTIMIZER_SHARD, int64_t(1) << 20}}) {
         with_nodes(topology.per_node, topology.nodes, [&](const NodeRank &rank) {
-            const ShardTraining training{.groups = {group_of(DSOPT_ALGORITHM_ADAMW)}, .desc = clipping()};
             dsopt_optimizer_desc desc = training.desc;
-            Scaler none;
-            Trainer whole = training.trainer(rank.ctx, desc, none);
-            desc.flags |= int32_t(topology.flag) | DSOPT_OPTIMIZER_AVERAGES;
+            Scaler scaler, one_scaler;
+            Trainer whole = training.trainer(rank.ctx, desc, one_scaler);
+            desc.flags |= int32_t(topology.flag | check | DSOPT_OPTIMIZER_AVERAGES);
+            desc.bucket = topology.bucket;
+            desc.buckets_in_flight = topology.bucket != 0 ? 1 + rank.l : 0;
             desc.data = rank.data.get();
             if (topology.per_node > 1) desc.node = rank.node.get();
-            Trainer divided = training.trainer(rank.ctx, desc, none);
+            Trainer divided = training.trainer(rank.ctx, desc, scaler);
             for (int64_t step = 1; step <= training.steps; ++step) {
                 ASSERT_OK(whole.step(mean_gradients(training, step, topology)));
-                const size_t number = size_t(rank.d + step);
-                ASSERT_OK(step_in_parts(divided, own_gradients(training, step, rank),
-                                        kAllParts[number % std::size(kAllParts)], number));
+                const size_t number = size_t(rank.d * 2 + rank.l + step) % (std::size(kAllParts) + 1);
+                const std::vector<Array> own = own_gradients(training, step, rank);
+                SCOPED_TRACE(testing::Message() << topology.name() << ", rank " << rank.d << "." << rank.l << ", step "
+                                                << step << ", parts " << number << ", flags " << check);
+                if (number == std::size(kAllParts)) {
+                    ASSERT_OK(divided.step(own));
+                } else {
+                    ASSERT_OK(step_in_parts(divided, own, kAllParts[number], number));
+                }
                 expect_same_training(divided, whole);
                 if (HasFatalFailure()) return;
             }
         });
+        check ^= DSOPT_OPTIMIZER_CHECK_RANKS;
+    }
 }
 
 TEST(PartsOfAccumulators, GiveTheBitsOfTheUndividedStep) {

@@ -1,126 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 // DSOPT_COMM_FLAG_PROVIDER_SUMS: means whose sums a table's reduce_scatter adds up, in its own order.
 #include "support/shard.h"
-#include <barrier>
+#include "support/thread_table.h"
 #include <stdexcept>
 
 using namespace test;
 
 namespace shard_provider_sums_tests {
 
-/// A caller's comm of ranks that are threads. Its reduce_scatter adds from the last rank to the first; the other
-/// functions are those that the engine builds everything else from.
-class BackwardTable {
-public:
-    explicit BackwardTable(int ranks) : sent_(size_t(ranks)), barrier_(ranks) {}
-    virtual ~BackwardTable() = default;
-    Comm comm(const Context &context, int rank, bool sums = true) {
-        DSOPT_NEW(dsopt_comm_table, table);
-        table.self = new Rank{this, rank, 0};
-        table.rank = rank;
-        table.ranks = int32_t(sent_.size());
-        table.all_reduce = [](void *self, const void *send, void *recv, int64_t count, int32_t dtype, int32_t op,
-                              void *) {
-            return of(self).table->all_reduce(rank_of(self), send, recv, count, dtype, op);
-        };
-        table.all_to_all = [](void *self, const void *send, void *recv, int64_t bytes, void *) {
-            return of(self).table->all_to_all(rank_of(self), send, recv, bytes);
-        };
-        table.all_gather = [](void *self, const void *send, void *recv, int64_t bytes, void *) {
-            return of(self).table->all_gather(rank_of(self), send, recv, bytes);
-        };
-        table.reduce_scatter = [](void *self, const void *send, void *recv, int64_t count, int32_t dtype, int32_t op,
-                                  void *) {
-            EXPECT_EQ(dtype, DSOPT_DTYPE_F32);
-            EXPECT_EQ(op, DSOPT_OP_SUM);
-            return of(self).table->reduce_scatter(rank_of(self), send, recv, count);
-        };
-        table.destroy = [](void *self) { delete static_cast<Rank *>(self); };
-        return table_comm(context, table, sums ? uint32_t(DSOPT_COMM_FLAG_PROVIDER_SUMS) : 0);
-    }
+using BackwardTable = ThreadTable;
 
-protected:
-    virtual int reduce_scatter(int rank, const void *send, void *recv, int64_t count) {
-        return exchange(
-            rank, send,
-            [&] {
-                std::vector<float> sums(static_cast<size_t>(count));
-                for (size_t i = 0; i < sums.size(); ++i)
-                    for (size_t other = sent_.size(); other-- > 0;)
-                        sums[i] += value<float>(other, size_t(rank) * sums.size() + i);
-                return bytes_of(sums);
-            },
-            recv);
-    }
-
-private:
-    struct Rank {
-        BackwardTable *table;
-        int rank, reserved;
-    };
-    static Rank &of(void *self) { return *static_cast<Rank *>(self); }
-    static int rank_of(void *self) { return of(self).rank; }
-    template <class T> T value(size_t rank, size_t i) const {
-        T number;
-        std::memcpy(&number, sent_[rank] + i * sizeof number, sizeof number);
-        return number;
-    }
-    template <class T> static std::string bytes_of(const std::vector<T> &values) {
-        return {reinterpret_cast<const char *>(values.data()), values.size() * sizeof(T)};
-    }
-    /// Computes a result when all ranks have called. Stores it when all ranks have computed theirs.
-    template <class Result> int exchange(int rank, const void *send, const Result &result, void *recv) {
-        sent_[size_t(rank)] = static_cast<const char *>(send);
-        barrier_.arrive_and_wait();
-        const std::string bytes = result();
-        barrier_.arrive_and_wait();
-        std::memcpy(recv, bytes.data(), bytes.size());
-        return 0;
-    }
-    template <class T> std::string reduced(int64_t count, int32_t op) const {
-        std::vector<T> values(static_cast<size_t>(count));
-        for (size_t i = 0; i < values.size(); ++i) {
-            values[i] = value<T>(0, i);
-            for (size_t other = 1; other < sent_.size(); ++other)
-                values[i] =
-                    op == DSOPT_OP_SUM ? T(values[i] + value<T>(other, i)) : std::max(values[i], value<T>(other, i));
-        }
-        return bytes_of(values);
-    }
-    int all_reduce(int rank, const void *send, void *recv, int64_t count, int32_t dtype, int32_t op) {
-        return exchange(
-            rank, send,
-            [&] {
-                if (dtype == DSOPT_DTYPE_F64) return reduced<double>(count, op);
-                if (dtype == DSOPT_DTYPE_I32) return reduced<int32_t>(count, op);
-                return reduced<float>(count, op);
-            },
-            recv);
-    }
-    int all_to_all(int rank, const void *send, void *recv, int64_t bytes) {
-        return exchange(
-            rank, send,
-            [&] {
-                std::string all;
-                for (const char *sent : sent_) all.append(sent + rank * bytes, size_t(bytes));
-                return all;
-            },
-            recv);
-    }
-    int all_gather(int rank, const void *send, void *recv, int64_t bytes) {
-        return exchange(
-            rank, send,
-            [&] {
-                std::string all;
-                for (const char *sent : sent_) all.append(sent, size_t(bytes));
-                return all;
-            },
-            recv);
-    }
-
-    std::vector<const char *> sent_;
-    std::barrier<> barrier_;
-};
+/// Returns the comm of a rank, whose means the table adds up.
+Comm summing_comm(ThreadTable &table, const Context &context, int rank) {
+    return table.comm(context, rank, DSOPT_COMM_FLAG_PROVIDER_SUMS);
+}
 
 const ShardTraining kSgd{.groups = {group_of(DSOPT_ALGORITHM_SGD, 1, 0)}, .steps = 1};
 
@@ -181,7 +74,7 @@ TEST(ProviderSums, AreWithinRoundingAndTheSameOnAllRanks) {
             std::vector<std::string> weights{size_t(topology.ranks())};
             run_ranks(topology.ranks(), [&](int rank) {
                 const Context context = make_context(1);
-                const Comm comm = table.comm(context, rank), no_comm;
+                const Comm comm = summing_comm(table, context, rank), no_comm;
                 Scaler scaler;
                 dsopt_optimizer_desc desc = optimizer_desc(0, DSOPT_OPTIMIZER_AVERAGES | flag);
                 desc.data = comm.get();
@@ -248,7 +141,7 @@ TEST(ProviderSums, TrainWithTheSameWeightsOnAllRanks) {
         std::array<std::string, 2> weights;
         run_ranks(2, [&](int rank) {
             const Context context = make_context(1);
-            const Comm comm = table.comm(context, rank), no_comm;
+            const Comm comm = summing_comm(table, context, rank), no_comm;
             Scaler scaler;
             dsopt_optimizer_desc desc = optimizer_desc(0.5, DSOPT_OPTIMIZER_AVERAGES | flag);
             desc.data = comm.get();
@@ -265,7 +158,7 @@ TEST(ProviderSums, TrainWithTheSameWeightsOnAllRanks) {
 TEST(ProviderSums, AreNotUsedByOneRank) {
     BackwardTable table(1);
     const Context context = make_context(1);
-    const Comm comm = table.comm(context, 0), no_comm;
+    const Comm comm = summing_comm(table, context, 0), no_comm;
     Scaler scaler;
     dsopt_optimizer_desc desc = optimizer_desc(0, DSOPT_OPTIMIZER_AVERAGES);
     desc.data = comm.get();
@@ -338,7 +231,7 @@ TEST(ProviderSumsFailures, LeaveEverythingAndMakeTheCommUnusable) {
             FailingTable table(2, failure);
             run_ranks(2, [&, failed = status](int rank) {
                 const Context context = make_context(1);
-                const Comm comm = table.comm(context, rank), no_comm;
+                const Comm comm = summing_comm(table, context, rank), no_comm;
                 Scaler scaler;
                 dsopt_optimizer_desc desc = optimizer_desc(0.5, DSOPT_OPTIMIZER_AVERAGES | flag);
                 desc.data = comm.get();

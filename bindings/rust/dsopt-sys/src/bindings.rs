@@ -286,6 +286,7 @@ pub const DSOPT_COMM_KIND_TABLE: i32 = 4;
 pub const DSOPT_COMM_FLAG_ENQUEUE: i32 = 1;
 pub const DSOPT_COMM_FLAG_SYNCHRONIZE: i32 = 2;
 pub const DSOPT_COMM_FLAG_PROVIDER_SUMS: i32 = 4;
+pub const DSOPT_COMM_FLAG_ANY_THREAD: i32 = 8;
 
 // enum dsopt_op
 pub const DSOPT_OP_SUM: i32 = 0;
@@ -473,8 +474,10 @@ pub struct dsopt_optimizer_desc {
     pub seed: u64,
     pub node: *mut dsopt_comm,
     pub bucket: i64,
+    pub buckets_in_flight: i32,
+    pub reserved: i32,
 }
-const _: () = assert!(std::mem::size_of::<dsopt_optimizer_desc>() == 104);
+const _: () = assert!(std::mem::size_of::<dsopt_optimizer_desc>() == 112);
 
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]

@@ -114,7 +114,7 @@ fn layout_of_param() {
 
 #[test]
 fn layout_of_optimizer_desc() {
-    assert_eq!(size_of::<dsopt_optimizer_desc>(), 104);
+    assert_eq!(size_of::<dsopt_optimizer_desc>(), 112);
     assert_eq!(field!(dsopt_optimizer_desc, size), (0, 8));
     assert_eq!(field!(dsopt_optimizer_desc, compat), (8, 4));
     assert_eq!(field!(dsopt_optimizer_desc, flags), (12, 4));
@@ -131,6 +131,8 @@ fn layout_of_optimizer_desc() {
     assert_eq!(field!(dsopt_optimizer_desc, seed), (80, 8));
     assert_eq!(field!(dsopt_optimizer_desc, node), (88, 8));
     assert_eq!(field!(dsopt_optimizer_desc, bucket), (96, 8));
+    assert_eq!(field!(dsopt_optimizer_desc, buckets_in_flight), (104, 4));
+    assert_eq!(field!(dsopt_optimizer_desc, reserved), (108, 4));
 }
 
 #[test]
@@ -567,6 +569,7 @@ fn constants() {
     assert_eq!(DSOPT_COMM_FLAG_ENQUEUE, 1);
     assert_eq!(DSOPT_COMM_FLAG_SYNCHRONIZE, 2);
     assert_eq!(DSOPT_COMM_FLAG_PROVIDER_SUMS, 4);
+    assert_eq!(DSOPT_COMM_FLAG_ANY_THREAD, 8);
     assert_eq!(DSOPT_OP_SUM, 0);
     assert_eq!(DSOPT_OP_MAX, 1);
     assert_eq!(DSOPT_OP_MEAN, 2);
