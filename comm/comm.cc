@@ -59,8 +59,7 @@ void Comm::throw_held() {
 
 void Comm::check_usable() {
     context_->check_process();
-    const void *const holder = holder_.load(std::memory_order_relaxed);
-    if (holder != nullptr && holder != CommUser::current()) throw_held();
+    check_not_held();
     const dsopt_status status = status_.load(std::memory_order_acquire);
     if (status == DSOPT_ERR_ABORTED) throw Error(status, "the comm was aborted");
     if (status != DSOPT_OK) throw Error(status, "the comm failed earlier and is unusable");
@@ -261,7 +260,13 @@ void Comm::reduce_scatter(const void *send, void *recv, int64_t count, void *str
     });
 }
 
+void Comm::check_not_held() const {
+    const void *const holder = holder_.load(std::memory_order_relaxed);
+    if (holder != nullptr && holder != CommUser::current()) throw_held();
+}
+
 void Comm::reserve(const Messages &messages, void *stream, Place place) {
+    check_not_held(); // the thread of the holder uses the memory
     const auto reserve = [&](Scratch &scratch, int64_t bytes) {
         if (bytes != 0) (void)scratch.get(context_, device_, size_t(bytes), stream);
     };
@@ -292,6 +297,7 @@ void Comm::check_stream(void *stream, Place place) const {
 }
 
 float *Comm::bucket(int64_t numel, void *stream) {
+    check_not_held();
     const Device &device = context_->device();
     const size_t bytes = size_t(numel) * sizeof(float);
     if (!bucket_.holds(bytes)) (void)device.finished(stream); // no allocation in a capture

@@ -79,7 +79,7 @@ public:
     /// memory of an earlier call must be large enough.
     float *bucket(int64_t numel, void *stream);
     /// Calls body(). A failure makes the comm unusable, because ranks may then be at different calls. DSOPT_ERR_STATE
-    /// (the stream is being captured) and _BUSY (of all ranks, see hold()) do not.
+    /// (the stream is being captured) and _BUSY (see hold()) do not: nothing was sent.
     template <class Body> void unusable_on_failure(const Body &body) {
         try {
             body();
@@ -123,6 +123,7 @@ private:
     };
 
     void check_usable();
+    void check_not_held() const;
     [[noreturn]] static void throw_held();
     void set_unusable(dsopt_status status) noexcept;
     template <class Call>

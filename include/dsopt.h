@@ -26,10 +26,10 @@
  *  - Units. Counts are elements or tensors. Sizes are bytes. Times are milliseconds.
  *  - Memory. "Backend memory" is host memory on the CPU backend, and memory of the context's device on CUDA.
  *  - Streams. `stream` is a cudaStream_t of the context's device; NULL is the legacy default stream. The CPU backend
- *    ignores it: the work is done when the call returns. On CUDA all work runs in the primary context of the device,
- *    which the CUDA runtime uses too, whatever context is current in the calling thread. A stream of another device or
- *    context is refused with DSOPT_ERR_DEVICE and changes nothing; so is NULL while another context of that device is
- *    current. Streams of green contexts are accepted from driver 12.5 on.
+ *    ignores it: the work is done when the call returns, except exchanges of dsopt_optimizer_ready. On CUDA all work
+ *    runs in the primary context of the device, which the CUDA runtime uses too, whatever context is current in the
+ *    calling thread. A stream of another device or context is refused with DSOPT_ERR_DEVICE and changes nothing; so is
+ *    NULL while another context of that device is current. Streams of green contexts are accepted from driver 12.5 on.
  *  - Waiting. On CUDA a call that "waits for earlier calls" waits for all work that earlier calls on the same object
  *    enqueued, on every stream, and its own work is done when it returns. A scaler and all its optimizers count as one
  *    object. If the call uses tensors, it also waits for the legacy default stream, and returns DSOPT_ERR_STATE if CUDA
@@ -71,7 +71,8 @@
  *    create new contexts, whatever other threads of the parent were doing in dsopt. It starts new library threads. An
  *    id of dsopt_comm_unique_id with DSOPT_COMM_KIND_LOCAL does not connect parent and child.
  *  - Library threads. CPU work runs on the calling thread and on threads of the library, started by the first call that
- *    needs them. They spin for at most 50 us after their work, then sleep, and live as long as the process. They block
+ *    needs them. They spin for at most 50 us after their work, then sleep, and live as long as the process. The thread
+ *    that exchanges buckets (dsopt_optimizer_ready) sleeps between them and ends with its optimizer. All of them block
  *    all signals except SIGPROF and synchronous ones such as SIGSEGV, and inherit the CPU affinity of the thread that
  *    starts them. Their name is "dsopt". Concurrent calls use different threads. If a thread cannot be started, or is
  *    not scheduled in time, the calling thread does that work, with the same results.
@@ -169,7 +170,8 @@ enum dsopt_status_code {
     DSOPT_ERR_UNSUPPORTED = 18,
     /** Not possible now: for example no groups yet, or a parameter has no memory. */
     DSOPT_ERR_STATE = 19,
-    /** The object is in use by another thread, or by the call from which a hook calls. Try again. */
+    /** The object is in use by another thread, or by the call from which a hook calls: try again. Or gradients of an
+     * optimizer that uses the comm are ready: end its step first. */
     DSOPT_ERR_BUSY = 20,
     /** The object was made before fork(): in the child it can only be destroyed. */
     DSOPT_ERR_FORKED = 21,
@@ -662,8 +664,8 @@ enum dsopt_optimizer_flags {
      * each returns DSOPT_ERR_MISMATCH, nothing is changed and the comm stays usable. If a call of one rank fails before
      * the comparison, for its arguments or for lack of memory, it returns that status and the others return
      * DSOPT_ERR_MISMATCH. Without this flag such ranks hang, fail with the comm's status, or diverge. Cost: one
-     * all-reduce of 148 bytes per step, two more with a node comm. Where ranks exchange, average or shard,
-     * dsopt_optimizer_step compares lists and options at the first step after each new group even without it.
+     * all-reduce of 148 bytes per step, and per bucket, two more with a node comm. Where ranks exchange, average or
+     * shard, dsopt_optimizer_step compares lists and options at the first step after each new group even without it.
      *
      *     what ranks must have alike                                          compared
      *     parameters: number, order, numel, dtype, group, flags, master,      first step, CHECK_RANKS
@@ -712,12 +714,14 @@ enum dsopt_optimizer_flags {
      * the new step and weights are not: load a checkpoint. Needs `data` or `node`, and a group of Muon at the first
      * step. Not with SHARD and SHARD_NODE, which partition whole tensors. Since: 0.3 */
     DSOPT_OPTIMIZER_SPLIT_MATRICES = 1024,
-    /** dsopt_optimizer_ready updates a parameter as soon as its gradient is complete, with the hyper-parameters of the
+    /** dsopt_optimizer_ready updates a parameter as soon as its gradient is complete, with AVERAGES and several ranks
+     * as soon as its `bucket` is averaged (without `bucket` the step updates all), with the hyper-parameters of the
      * first ready of the step; counters advance at the end of the step. Refused with everything that decides about a
-     * whole step: max_norm of the optimizer and of groups, a scaler, DSOPT_NONFINITE_SKIP, a skip budget, REPORT_NORMS,
-     * LAMB, Muon and the 1-bit family; in a step also params, state, out, lr, hyper, grad_scale, skip and grad_norms.
-     * So parameters are registered with memory or bound. A step that was begun cannot be taken back: if a call fails or
-     * gradients are reset before it ends, some parameters are of the new step: load a checkpoint. Since: 0.3 */
+     * whole step: max_norm of the optimizer and of groups, a scaler, DSOPT_NONFINITE_SKIP, a skip budget,
+     * REPORT_NORMS, LAMB, Muon and the 1-bit family; in a step also params, state, out, lr, hyper, grad_scale, skip
+     * and grad_norms. So parameters are registered with memory or bound. A step that was begun cannot be taken back:
+     * if a call fails or gradients are reset before it ends, some parameters are of the new step: load a checkpoint.
+     * Since: 0.3 */
     DSOPT_OPTIMIZER_EARLY_UPDATE = 2048,
     DSOPT_OPTIMIZER_SIGNED = -1
 };
@@ -799,7 +803,7 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_create(dsopt_context *ctx, co
 
 /**
  * Release the handle. Destroying the last handle frees the state tensors of the engine and, on CUDA, waits for the
- * device.
+ * device. If buckets of a step were sent that has not ended, its comms are aborted: other ranks get a status at once.
  */
 DSOPT_API void dsopt_optimizer_destroy(dsopt_optimizer *opt);
 
@@ -1107,18 +1111,21 @@ enum dsopt_reset {
     /** Error feedback of the 1-bit family. */
     DSOPT_RESET_ERRORS = 16,
     /** Forget the gradients of dsopt_optimizer_ready, for example because the backward pass failed. With AVERAGES,
-     * `bucket` and several ranks it is collective: what is left of the buckets is exchanged as zeros and all results
-     * are dropped, so ranks may be at different buckets. Since: 0.3 */
+     * `bucket` and several ranks it is collective, also for a rank with nothing ready: what is left of the buckets is
+     * exchanged as zeros in the dtypes of the last exchange, and all results are dropped, so ranks may be at different
+     * buckets. Since: 0.3 */
     DSOPT_RESET_READY = 32,
     DSOPT_RESET_SIGNED = -1
 };
 
 /**
  * Reset parts of the state to their initial values, in stream order. With DSOPT_RESET_COUNTERS or MOMENTUM_BITS the
- * call waits for earlier calls and cannot be captured.
+ * call waits for earlier calls and cannot be captured. With DSOPT_RESET_READY and others, gradients are forgotten
+ * first.
  * @param[in] what  an OR of enum dsopt_reset.
  * @return DSOPT_OK; DSOPT_ERR_ARGUMENT: unknown bits; DSOPT_ERR_STATE: a parameter has no memory to copy from, this
- * call cannot be captured, or gradients are ready and `what` is not DSOPT_RESET_READY.
+ * call cannot be captured, or gradients are ready and `what` does not include DSOPT_RESET_READY; with that flag and
+ * buckets also what dsopt_optimizer_step returns for exchanges.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_reset(dsopt_optimizer *opt, int32_t what, void *stream);
 
@@ -1356,23 +1363,27 @@ typedef struct dsopt_ready {
  * Buckets are exchanged in one order on all ranks, which may be at different gradients, and of which some may make
  * undivided steps. With the exchanges of the CPU a thread of the optimizer does it, if the comms have
  * DSOPT_COMM_FLAG_ANY_THREAD, from a copy of the gradients; it calls no hook. On CUDA they are enqueued on `stream`.
- * The ranks compare dtypes before each bucket where they compare them before a step. From the first call of a step on
- * its `data` and `node` comms are in use: other calls on them, also of other optimizers, return DSOPT_ERR_BUSY, except
- * dsopt_comm_query and dsopt_comm_abort. A failed exchange is returned by this function, by dsopt_optimizer_wait and by
- * the step, which ends it: weights, moments and counters are unchanged (EARLY_UPDATE: load a checkpoint), and the comms
- * are unusable unless the status is DSOPT_ERR_MISMATCH. With CHECK_RANKS a step that is refused ends the step on all
- * ranks, and gradients are forgotten. Destroying the optimizer before the step aborts its comms.
+ * The ranks compare dtypes before each bucket where they compare them before a step. From the first call of a step with
+ * buckets on, the comms `data` and `node` are in use: other calls on them, also of other optimizers, return
+ * DSOPT_ERR_BUSY, except dsopt_comm_query and dsopt_comm_abort. A failed exchange is returned by this function, by
+ * dsopt_optimizer_wait and by the step, which ends it: weights, moments and counters are unchanged (EARLY_UPDATE: load
+ * a checkpoint), and the comms are unusable unless the status is DSOPT_ERR_MISMATCH. With CHECK_RANKS a step that is
+ * refused ends the step on all ranks, and gradients are forgotten. Destroying the optimizer before the step aborts its
+ * comms.
  *
  * Until the step, other calls that would change what it uses return DSOPT_ERR_STATE: dsopt_optimizer_step without
  * READY, _accumulate of these parameters, _save, _load, _bind, _import, _add_group, _add_params, _reset except of
  * READY, and with EARLY_UPDATE _set.
  *
+ * Other calls on the optimizer, except queries that take a const handle, first wait for exchanges that have begun.
+ *
  * The first call of a step may allocate; later calls do not, and in later steps none does, as for dsopt_optimizer_step.
  * @return DSOPT_OK; DSOPT_ERR_ARGUMENT: an index, a parameter that is ready already, flags that differ between calls;
- * _SHAPE, _DTYPE, _ALIGNMENT, each naming the tensor; _STATE: with EARLY_UPDATE, a parameter has no memory;
- * _UNSUPPORTED: compat mode, accumulators without ACCUMULATE; _NOMEM; _BACKEND; _SKIPS; _BUSY: a comm is in use. These
- * have changed nothing: the gradients of earlier calls stay ready. _MISMATCH, _COMM, _TIMEOUT, _ABORTED: of an exchange
- * that an earlier call has begun. Thread-safety: one thread per optimizer. Since: 0.3
+ * _SHAPE, _DTYPE, _ALIGNMENT, each naming the tensor; _STATE: with EARLY_UPDATE, a parameter has no memory, the scaler
+ * was detached, or this call cannot be captured; _UNSUPPORTED: compat mode, accumulators without ACCUMULATE; _NOMEM;
+ * _BACKEND; _SKIPS; _BUSY: a comm is in use. These have changed nothing: the gradients of earlier calls stay ready.
+ * _MISMATCH, _COMM, _TIMEOUT, _ABORTED: of an exchange that an earlier call has begun. Thread-safety: one thread per
+ * optimizer. Since: 0.3
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_ready(dsopt_optimizer *opt, dsopt_ready *ready);
 

@@ -8,7 +8,7 @@ namespace dsopt {
 
 Worker::~Worker() {
     if (!started_) return;
-    if (process_ != ::getpid()) {
+    if (!is_of_this_process()) {
         // The lock may be that of a thread that this process does not have: nothing is destroyed.
         new (&mutex_) std::mutex;
         new (&changed_) std::condition_variable;
@@ -21,6 +21,8 @@ Worker::~Worker() {
     changed_.notify_all();
     (void)::pthread_join(thread_, nullptr);
 }
+
+bool Worker::is_of_this_process() const { return !started_ || process_ == ::getpid(); }
 
 void Worker::add(bool here) {
     if (!here && !started_) {

@@ -25,6 +25,8 @@ public:
     void wait() { wait_for(added_); }
     int64_t added() const { return added_; }
     int64_t done();
+    /// False in a child of fork() whose parent has the thread.
+    bool is_of_this_process() const;
     /// Begins to count from 0. All tasks must be done.
     void restart();
 

@@ -165,20 +165,21 @@ private:
             const TensorJob &job = jobs_[i];
             const Rule rule = plan_.groups[job.group].rule;
             i += first_;
-            visit(i, Span{.job = &job,
-                          .scalars = &plan_.scalars[i],
-                          .rule = rule,
-                          .begin = begin,
-                          .end = end,
-                          .flags = plan_.flags,
-                          .sums = plan_.policy.report_norms && passes_of(rule) == Passes::elementwise,
-                          .sums_a = plan_.leaf.sums_a,
-                          .sums_b = plan_.leaf.sums_b,
-                          .trust = plan_.trust_ratio != nullptr ? plan_.trust_ratio[i] : 1.0f,
-                          .step = step_of(plan_, job),
-                          .streaming = streaming_,
-                          .bf16_instruction = bf16_instruction_,
-                          .prefetch = prefetches ? &state.prefetch : nullptr});
+            visit(i,
+                  Span{.job = &job,
+                       .scalars = &plan_.scalars[i],
+                       .rule = rule,
+                       .begin = begin,
+                       .end = end,
+                       .flags = plan_.flags,
+                       .sums = plan_.policy.report_norms && passes_of(rule) == Passes::elementwise,
+                       .sums_a = plan_.leaf.sums_a,
+                       .sums_b = plan_.leaf.sums_b,
+                       .trust = plan_.trust_ratio != nullptr ? plan_.trust_ratio[i] : 1.0f,
+                       .step = plan_.step != nullptr ? step_of(plan_, job) : 0, // pass 1 may run before there is state
+                       .streaming = streaming_,
+                       .bf16_instruction = bf16_instruction_,
+                       .prefetch = prefetches ? &state.prefetch : nullptr});
         });
     }
 

@@ -18,7 +18,7 @@ int64_t capacity_of(const Optimizer &optimizer) {
         const ListVector &vector = layout.section(bucket).vectors[0];
         int64_t numel = 0, bytes = 0;
         for (size_t i = 0; i < vector.tensors(); ++i) numel += vector.range(i).numel;
-        if (numel > 2 * optimizer.desc().bucket) continue;
+        if (numel / 2 > optimizer.desc().bucket) continue;
         for (int64_t stripe = layout.first_stripe(bucket); stripe < layout.first_stripe(bucket + 1); ++stripe)
             bytes += layout.ranks() * layout.row_bytes(stripe, [](size_t) { return int64_t(sizeof(float)); });
         capacity = std::max(capacity, bytes);
@@ -35,6 +35,7 @@ BucketExchange::BucketExchange(const Optimizer &optimizer) :
     sizes_(size_t(buckets_)),
     missing_(size_t(buckets_)),
     packed_(size_t(buckets_)),
+    dtypes_(optimizer.params().size()),
     lists_(in_this_thread() ? 0 : size_t(2 * optimizer.parts()->layout().max_pieces())),
     next_(buckets_ - 1),
     free_bucket_(buckets_),
@@ -42,17 +43,20 @@ BucketExchange::BucketExchange(const Optimizer &optimizer) :
     for (size_t i = 0; i < optimizer.params().size(); ++i)
         if (optimizer.parts()->is_in_bucket(i)) ++sizes_[size_t(optimizer.parts()->bucket_of(i))];
     missing_ = sizes_;
-    if (in_this_thread()) return;
-    const int wanted = optimizer.desc().buckets_in_flight;
-    for (int k = 0; k < std::min(wanted != 0 ? wanted : kInFlight, buckets_); ++k)
-        slots_.emplace_back(optimizer.shared_context(), size_t(capacity_), nullptr);
+}
+
+void BucketExchange::make_slots() {
+    const int wanted = optimizer_.desc().buckets_in_flight;
+    const int count = in_this_thread() ? 0 : std::min(wanted != 0 ? wanted : kInFlight, buckets_);
+    while (int(slots_.size()) < count) slots_.emplace_back(optimizer_.shared_context(), size_t(capacity_), nullptr);
 }
 
 BucketExchange::~BucketExchange() {
-    if (!has_begun()) return;
-    if (has_sent())
-        for (Comm *comm : {optimizer_.attachments().data.get(), optimizer_.attachments().node.get()})
-            if (comm != nullptr) comm->abort();
+    if (!has_begun() || !worker_.is_of_this_process()) return;
+    try {
+        optimizer_.context().check_process();
+    } catch (const Error &) { return; } // other threads of the parent may have held locks of the comms
+    if (has_sent()) for_comms([](Comm &comm) { comm.abort(); });
     worker_.wait();
     end();
 }
@@ -66,12 +70,16 @@ bool BucketExchange::in_this_thread() const {
 
 void BucketExchange::begin(const Optimizer::Planned &planned, std::optional<Phase> phase,
                            std::optional<Compared> compared) {
-    const StepRun run = planned.run(optimizer_, kNothing, compared ? kComparedBytes : 0);
-    reserve(run);
+    const CommUser user(&optimizer_);
+    try {
+        for_comms([this](Comm &comm) { comm.hold(&optimizer_); });
+        reserve(planned.run(optimizer_, kNothing, compared ? kComparedBytes : 0));
+    } catch (...) {
+        for_comms([this](Comm &comm) { comm.release(&optimizer_); });
+        throw;
+    }
     plan_ = planned.plan;
     if (!in_this_thread()) plan_.execution.parallel = optimizer_.context().own_parallel();
-    for (Comm *comm : {optimizer_.attachments().data.get(), optimizer_.attachments().node.get()})
-        if (comm != nullptr) comm->hold(&optimizer_);
     phase_ = phase;
     compared_ = compared;
     planned_ = &planned;
@@ -98,8 +106,11 @@ void BucketExchange::start(bool here) {
             const size_t slot = bucket % slots_.size();
             // The bucket that was in this memory before.
             worker_.wait_for(std::max<int64_t>(buckets_ - int64_t(bucket + slots_.size()), 0));
-            packed_[bucket] = static_cast<const char *>(slots_[slot].data());
-            pack_bucket(run, next_, static_cast<char *>(slots_[slot].data()));
+            auto *const to = static_cast<char *>(slots_[slot].data());
+            try {
+                unusable_on_failure(run.comms, [&] { pack_bucket(run, next_, to); });
+                packed_[bucket] = to;
+            } catch (...) { fail(); } // of a hook: as an exchange that fails
         }
     }
     --next_;
@@ -111,10 +122,14 @@ void BucketExchange::exchange(int64_t task) noexcept {
     try {
         const CommUser user(&optimizer_);
         run(int(buckets_ - 1 - task));
-    } catch (...) {
-        error_ = std::current_exception();
-        failed_.store(true);
-    }
+    } catch (...) { fail(); }
+}
+
+/// Stores the exception that is being handled, unless there is one.
+void BucketExchange::fail() noexcept {
+    if (failing_.exchange(true)) return;
+    error_ = std::current_exception();
+    failed_.store(true);
 }
 
 void BucketExchange::run(int bucket) {
@@ -134,11 +149,19 @@ void BucketExchange::run(int bucket) {
     if (compared_) {
         Compared compared = *compared_;
         compared.lists = compared.lists && is_first;
+        compared.of = Compared::Of::in_buckets;
         compared.gradients = tensors;
         check_ranks(optimizer_, plan_, run.phases, run.rows, compared);
     }
-    unusable_on_failure(run.comms, [&] { average_bucket(step, bucket, packed_[size_t(bucket)]); });
-    if (!phase_) return;
+    unusable_on_failure(run.comms, [&] {
+        average_bucket(step, bucket, packed_[size_t(bucket)]);
+        if (phase_) run_phase(step, bucket);
+    });
+}
+
+void BucketExchange::run_phase(const StepRun &step, int bucket) {
+    const bool is_first = bucket == buckets_ - 1;
+    const TensorInterval tensors = optimizer_.parts()->tensors_of(bucket);
     drive_part(step, *phase_, is_first, [&](FunctionRef<void(const TensorInterval &)> body) {
         // Without whole tensors of matrices, which are averaged by the step.
         for (int64_t i = tensors.first; i < tensors.end(); ++i) {
@@ -168,14 +191,14 @@ void BucketExchange::check() const {
 }
 
 void BucketExchange::end() {
-    for (Comm *comm : {optimizer_.attachments().data.get(), optimizer_.attachments().node.get()})
-        if (comm != nullptr) comm->release(&optimizer_);
+    for_comms([this](Comm &comm) { comm.release(&optimizer_); });
     missing_ = sizes_;
     next_ = buckets_ - 1;
     free_bucket_ = buckets_;
     planned_ = nullptr;
     error_ = nullptr;
     failed_.store(false);
+    failing_.store(false);
     worker_.restart();
 }
 

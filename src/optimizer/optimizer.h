@@ -224,7 +224,8 @@ private:
     void run_part(const dsopt_ready &ready);
     void send_part(const dsopt_ready &ready);
     void begin_buckets(void *stream);
-    void finish_buckets(const dsopt_step &step, bool &ranks_compared);
+    void finish_buckets(const dsopt_step &step);
+    int64_t free_from() const;
     dsopt_tensor sent_gradient(const dsopt_tensor &gradient, size_t i, bool accumulated) const;
     /// True if gradients are averaged bucket by bucket.
     bool exchanges_buckets() const {

@@ -41,11 +41,11 @@ void check_pointers(const Optimizer &optimizer, const StepRequest &request, cons
 
 /// What ranks compare at one point of a step.
 struct Compared {
-    bool lists = true;              // parameters and options
-    bool calls = true;              // number of calls, schedule, stage, gradients that are present
-    bool sums = true;               // sums of parts that ranks complete together
-    bool in_buckets = true;         // `gradients` includes those in buckets
-    TensorInterval gradients{0, 0}; // whose dtypes are compared
+    bool lists = true; // parameters and options
+    bool calls = true; // number of calls, schedule, stage, gradients that are present
+    bool sums = true;  // sums of parts that ranks complete together
+    enum class Of : uint8_t { all, in_buckets, others } of = Of::all; // parameters among `gradients`
+    TensorInterval gradients{0, 0};                                   // whose dtypes are compared
 };
 
 /// A step that is planned in its memory: what drive() needs.

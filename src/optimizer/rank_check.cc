@@ -307,7 +307,9 @@ private:
     int rank() const { return optimizer_.data_rank().rank; }
     Stage stage() const { return plan_.onebit != nullptr ? plan_.onebit->stage : Stage::full; }
     uint64_t gradient_key(size_t i) const {
-        if (!compared_.in_buckets && optimizer_.parts()->is_in_bucket(i)) return 0;
+        if (compared_.of != Compared::Of::all &&
+            optimizer_.parts()->is_in_bucket(i) != (compared_.of == Compared::Of::in_buckets))
+            return 0;
         if (const int32_t dtype = sent_dtype(rows_, i)) return uint64_t(dtype) << 32;
         return compares_presence_ && params()[i].expert == 0 && plan_.jobs[i].present;
     }

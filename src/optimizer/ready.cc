@@ -24,10 +24,7 @@ void ReadyGradients::add(const dsopt_ready &ready, const std::vector<Param> &par
         }
         progress_[i] = Progress::kept;
     }
-    for (int64_t k = 0; ready.grads != nullptr && k < ready.count; ++k) {
-        grads_[param_of(ready, k)] = ready.grads[k];
-        dtypes_[param_of(ready, k)] = ready.grads[k].dtype;
-    }
+    for (int64_t k = 0; ready.grads != nullptr && k < ready.count; ++k) grads_[param_of(ready, k)] = ready.grads[k];
     count_ += ready.count;
     accumulated_ = ready.flags & DSOPT_READY_ACCUMULATED;
 }
@@ -48,20 +45,18 @@ void ReadyGradients::set_done(const RankParts &parts) {
 }
 
 void ReadyGradients::clear() {
+    ended = begun = false;
     if (buckets && buckets->has_begun()) buckets->end();
     if (empty() && !planned) return;
     std::fill(progress_.begin(), progress_.end(), Progress::none);
     count_ = 0;
     done_from_ = int64_t(progress_.size());
     planned.reset();
-    ended = false;
 }
 
 const dsopt_tensor *ReadyGradients::complete(const dsopt_tensor *others) {
     for (size_t i = 0; count_ != int64_t(grads_.size()) && i < grads_.size(); ++i) {
-        if (has(i)) continue;
-        grads_[i] = others != nullptr ? others[i] : dsopt_tensor{};
-        if (others != nullptr) dtypes_[i] = others[i].dtype;
+        if (!has(i)) grads_[i] = others != nullptr ? others[i] : dsopt_tensor{};
     }
     return grads_.data();
 }
@@ -78,6 +73,15 @@ std::span<const TensorInterval> ReadyGradients::left() {
 
 namespace {
 
+/// With DSOPT_CONTEXT_CHECK_POINTERS: throws unless a gradient is in memory of the context's device.
+void check_owned(const Optimizer &optimizer, const dsopt_tensor &gradient, const Param &param) {
+    const Context &context = optimizer.context();
+    if (context.checks_pointers() && gradient.data != nullptr && param.numel != 0 &&
+        !context.device().owns(gradient.data))
+        throw Error(DSOPT_ERR_DEVICE, "gradient of '%s' at %p is not memory of this context's device",
+                    param.name.c_str(), gradient.data);
+}
+
 /// Throws if an argument is wrong, or if the gradients cannot be ready now.
 void check_ready(const Optimizer &optimizer, const dsopt_ready &ready, const ReadyGradients *earlier) {
     check_groups(optimizer);
@@ -87,8 +91,10 @@ void check_ready(const Optimizer &optimizer, const dsopt_ready &ready, const Rea
     if (ready.flags & ~DSOPT_READY_ACCUMULATED)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_ready.flags has unknown bits: 0x%x", ready.flags);
     if (ready.reserved != 0) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_ready.reserved is %d, must be 0", ready.reserved);
-    check_options<At::step>(facts_of(desc).without({facts::early_update}) |
-                            Facts{facts::ready}.add(facts::accumulated, accumulated));
+    check_options<At::step>(Facts{facts::ready}
+                                .add(facts::compat, optimizer.compat())
+                                .add(facts::accumulated, accumulated)
+                                .add(facts::accumulate, desc.flags & DSOPT_OPTIMIZER_ACCUMULATE));
     const auto size = int64_t(params.size());
     if (ready.count < 0 || ready.count > size)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_ready.count is %lld, there are %zu parameters", ll(ready.count),
@@ -115,10 +121,7 @@ void check_ready(const Optimizer &optimizer, const dsopt_ready &ready, const Rea
         if (gradient != nullptr && !present && !accumulated && optimizer.parts() != nullptr &&
             optimizer.participation()[i].is_averaged())
             check_same_numel(*gradient, param, "absent gradient of");
-        if (present && optimizer.context().checks_pointers() && param.numel != 0 &&
-            !optimizer.context().device().owns(gradient->data))
-            throw Error(DSOPT_ERR_DEVICE, "gradient of '%s' at %p is not memory of this context's device",
-                        param.name.c_str(), gradient->data);
+        if (present) check_owned(optimizer, *gradient, param);
         if (needs_memory && param.data == nullptr && param.numel != 0)
             throw Error(DSOPT_ERR_STATE, "parameter '%s' has no memory: with EARLY_UPDATE register or bind it",
                         param.name.c_str());
@@ -154,6 +157,10 @@ void Optimizer::ready(dsopt_ready *user) {
     check_ready(*this, ready, ready_.get());
     ReadyGradients &all = ready_gradients();
     if (all.buckets) all.buckets->check();
+    if (ready.count == 0) {
+        user->free_from = free_from();
+        return;
+    }
     all.add(ready, params());
     try {
         const Enqueues work(pending(), ready.stream);
@@ -161,11 +168,17 @@ void Optimizer::ready(dsopt_ready *user) {
         run_part(ready);
     } catch (...) {
         all.remove(ready);
+        if (all.empty()) all.clear();
+        of_steps_.call.version = 0; // the tables may have addresses of these gradients
         throw;
     }
-    user->free_from = exchanges_buckets()                 ? all.buckets->free_from()
-                      : phase_of_parts() == Phase::update ? all.done_from()
-                                                          : int64_t(params().size());
+    user->free_from = free_from();
+}
+
+/// Returns dsopt_ready.free_from.
+int64_t Optimizer::free_from() const {
+    if (ready_->buckets) return ready_->buckets->free_from();
+    return phase_of_parts() == Phase::update ? ready_->done_from() : int64_t(params().size());
 }
 
 /// Makes the plan of the parts of a step. The tables of the last step are used if they are valid: most often only
@@ -173,7 +186,9 @@ void Optimizer::ready(dsopt_ready *user) {
 void Optimizer::plan_parts(const dsopt_tensor *grads, void *stream) {
     ReadyGradients &all = *ready_;
     ensure_workspace(stream);
-    all.reuses_tables = !all.accumulated() && of_steps_.call.version == registry_.version();
+    // Jobs of the last step may say that it zeroes gradients, which are only read here.
+    const bool zeroed = of_steps_.call.call.flags & DSOPT_STEP_ZERO_GRADS;
+    all.reuses_tables = !all.accumulated() && !zeroed && of_steps_.call.version == registry_.version();
     dsopt_step step{};
     step.count = int64_t(params().size());
     step.grads = grads;
@@ -238,6 +253,7 @@ void Optimizer::send_part(const dsopt_ready &ready) {
     ReadyGradients &all = *ready_;
     if (all.accumulated()) ensure_state(nullptr, ready.stream);
     begin_buckets(ready.stream);
+    all.buckets->make_slots();
     if (all.accumulated()) add_to_accumulators(ready);
     const CommUser user(this);
     all.buckets->set_stream(ready.stream);
@@ -248,17 +264,17 @@ void Optimizer::send_part(const dsopt_ready &ready) {
 }
 
 /// Exchanges the buckets that are left, with the gradients of the step.
-void Optimizer::finish_buckets(const dsopt_step &step, bool &ranks_compared) {
+void Optimizer::finish_buckets(const dsopt_step &step) {
     const bool accumulated = step.flags & DSOPT_STEP_ACCUMULATED;
     ReadyGradients &all = ready_gradients();
     if (!accumulated) (void)all.complete(step.grads);
+    for (size_t i = 0; !accumulated && i < params().size(); ++i) check_owned(*this, step.grads[i], params()[i]);
     begin_buckets(step.stream);
     all.buckets->set_stream(step.stream);
     for (size_t i = 0; i < params().size(); ++i)
         if (!all.has(i))
             all.buckets->set(i, sent_gradient(accumulated ? dsopt_tensor{} : step.grads[i], i, accumulated));
     all.ended = true;
-    if (all.buckets->compares() && all.buckets->has_left()) ranks_compared = true; // before the first one that is left
     all.buckets->finish(context_->parallel(step.parallel_for, step.parallel_user));
     if (all.buckets->phase()) all.set_done(*parts());
 }
@@ -268,17 +284,17 @@ void Optimizer::run_part(const dsopt_ready &ready) {
     ReadyGradients &all = *ready_;
     const std::optional<Phase> phase = phase_of_parts();
     if (phase == Phase::update || all.accumulated()) ensure_state(nullptr, ready.stream);
-    const bool is_first = phase && !all.planned;
-    if (is_first) plan_parts(all.complete(nullptr), ready.stream);
+    if (phase && !all.planned) plan_parts(all.complete(nullptr), ready.stream);
     if (all.accumulated()) add_to_accumulators(ready);
-    if (!phase || ready.count == 0) return;
+    if (!phase) return;
     plan_gradients(ready);
     Planned &planned = *all.planned;
     planned.plan.execution.stream = ready.stream;
-    planned.plan.execution.reuse = Reuse::all_but_addresses;
+    planned.plan.execution.reuse = Reuse::all_but_addresses; // CUDA compares tables
     const auto nothing = [] {}; // is compared
-    drive_part(planned.run(*this, nothing, 0), *phase, is_first,
+    drive_part(planned.run(*this, nothing, 0), *phase, !all.begun,
                [&](FunctionRef<void(const TensorInterval &)> run) { for_intervals(ready, run); });
+    all.begun = true;
     all.set_done(ready);
 }
 
@@ -304,16 +320,20 @@ dsopt_step Optimizer::complete_ready(const dsopt_step &step) {
 void Optimizer::forget_ready(void *stream) {
     if (exchanges_buckets()) {
         const CommUser user(this);
+        const Enqueues work(pending(), stream);
+        order_after_calls(stream);
         begin_buckets(stream);
         ReadyGradients &all = *ready_;
+        all.buckets->set_stream(stream);
         all.buckets->wait();
+        all.buckets->drop_results();
         all.ended = true;
         if (!all.buckets->has_failed()) {
             if (all.buckets->compares()) {
                 report_refusal(*this, stream); // at the place at which other ranks compare, or report the same
             } else {
                 for (size_t i = 0; i < params().size(); ++i)
-                    all.buckets->set(i, sent_gradient({nullptr, 0, all.last_dtype(i), 0}, i, false));
+                    all.buckets->set_zeros(i, participation()[i].is_averaged() ? params()[i].numel : 0);
                 try {
                     all.buckets->finish(context_->parallel());
                 } catch (...) {
@@ -324,7 +344,8 @@ void Optimizer::forget_ready(void *stream) {
         }
         all.clear();
     }
-    if (ready_ && !ready_->empty()) ready_->clear();
+    order_after_calls(stream);
+    if (ready_) ready_->clear();
     of_steps_.call.version = 0; // the tables may have addresses of these gradients
 }
 
@@ -334,11 +355,10 @@ void Optimizer::end_failed_step() {
 }
 
 bool Optimizer::may_report_refusal() {
+    if (ready_) ready_->ended = true; // the other ranks forget their gradients, too
     if (!ready_ || !ready_->buckets || !ready_->buckets->has_begun()) return true;
     ready_->buckets->wait();
-    const bool may = !ready_->buckets->has_failed();
-    ready_->ended = true;
-    return may;
+    return !ready_->buckets->has_failed();
 }
 
 void Optimizer::wait_for_parts() const {

@@ -19,7 +19,6 @@ public:
         grads_(params),
         progress_(params),
         intervals_(params),
-        dtypes_(params),
         done_from_(int64_t(params)) {}
 
     bool empty() const { return count_ == 0; }
@@ -42,8 +41,6 @@ public:
     /// `others`, or absent if it is NULL.
     const dsopt_tensor *complete(const dsopt_tensor *others);
     const dsopt_tensor *grads() const { return grads_.data(); }
-    /// Returns the dtype of the last gradient of a parameter; 0: it had none.
-    int32_t last_dtype(size_t param) const { return dtypes_[param]; }
     /// Returns the parameters for which the phase is left.
     std::span<const TensorInterval> left();
     /// Returns the index from which on all parameters are done.
@@ -52,6 +49,7 @@ public:
     /// The plan of the parts, made by the first call of a step that has work to do.
     std::optional<Optimizer::Planned> planned;
     std::unique_ptr<BucketExchange> buckets; // NULL before the first step that exchanges buckets
+    bool begun = false;                      // the phase has run for some tensors, and what precedes it
     bool reuses_tables = false;              // the tables of the last step are still valid
     bool ended = false; // the step has begun its phases: these gradients are forgotten, come what may
 
@@ -59,7 +57,6 @@ private:
     std::vector<dsopt_tensor> grads_;
     std::vector<Progress> progress_;
     std::vector<TensorInterval> intervals_; // for left()
-    std::vector<int32_t> dtypes_;
     int64_t count_ = 0, done_from_;
     bool accumulated_ = false;
 };

@@ -137,7 +137,9 @@ void Optimizer::run(const StepRequest &request, const dsopt_tensor *state, void 
     if (engine_schedule) onebit()->invalidate_schedule(); // in case the step fails
     const bool checks = request.ranks_compared != nullptr && checks_ranks(*this);
     const bool checks_lists = !checks && request.stateful && derived_.sends_lists() && !of_steps_.lists_compared;
-    ReadyGradients *const ready = request.stateful && ready_ && ready_->planned ? ready_.get() : nullptr;
+    const bool in_parts =
+        request.stateful && ready_ && ready_->planned && (ready_->begun || request.buckets_are_averaged);
+    ReadyGradients *const ready = in_parts ? ready_.get() : nullptr;
     const auto compare = [&] {
         if (request.stateful && ready_) ready_->ended = true;
         if (checks) *request.ranks_compared = true;
@@ -145,7 +147,7 @@ void Optimizer::run(const StepRequest &request, const dsopt_tensor *state, void 
             check_ranks(*this, plan, phases, planned.rows ? &*planned.rows : nullptr,
                         {.lists = !request.buckets_are_averaged,
                          .calls = checks,
-                         .in_buckets = !request.buckets_are_averaged,
+                         .of = request.buckets_are_averaged ? Compared::Of::others : Compared::Of::all,
                          .gradients = {0, plan.count}},
                         request.stateful);
     };
@@ -205,8 +207,8 @@ void Optimizer::execute_whole_step(const dsopt_step &step, bool &ranks_compared)
                               .buckets_are_averaged = exchanges_buckets(),
                               .ranks_compared = &ranks_compared};
     const CommUser user(this);
-    if (exchanges_buckets()) finish_buckets(step, ranks_compared); // reads tables of the last step
-    of_steps_.call.version = 0;                                    // in case the step fails
+    if (exchanges_buckets()) finish_buckets(step); // reads tables of the last step
+    of_steps_.call.version = 0;                    // in case the step fails
     run(request, state, of_steps_.workspace.data());
     store_call(request);
     count_call(step);

@@ -70,8 +70,9 @@ public:
             const Range tensor = vector.range(i);
             if (tensor.begin >= elements.end()) break;
             const Range range = part_of(tensor, elements);
+            if (range.numel == 0) continue;
             const int64_t size = size_of(section.first + i);
-            if (range.numel == 0 || size == 0) continue;
+            if (size == 0) continue;
             visit(Piece{section.first + i, range, bytes});
             bytes += round_up(range.numel * size, int64_t(kCacheLine));
         }

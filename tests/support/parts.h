@@ -69,8 +69,8 @@ inline dsopt_status step_in_parts(Trainer &trainer, std::vector<Array> gradients
         for (const int64_t i : call) {
             int64_t first = -1, in_bucket = -1;
             must(dsopt_optimizer_bucket(trainer.opt(), i, &first, &in_bucket));
-            const bool is_free = i >= ready.free_from || (ready_flags & DSOPT_READY_ACCUMULATED);
-            if (is_free) gradients[size_t(i)].corrupt(0xff);
+            const bool is_kept = in_bucket == 0, is_free = !is_kept && i >= ready.free_from;
+            if (is_free || (ready_flags & DSOPT_READY_ACCUMULATED)) gradients[size_t(i)].corrupt(0xff);
         }
     }
     DSOPT_NEW(dsopt_step, step);

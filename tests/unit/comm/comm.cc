@@ -485,7 +485,7 @@ TEST(CommCreate, RefusesInvalidDescriptors) {
          DSOPT_ERR_UNSUPPORTED},
         {"flags that contradict each other",
          [](Desc &d) { d.flags = DSOPT_COMM_FLAG_ENQUEUE | DSOPT_COMM_FLAG_SYNCHRONIZE; }, DSOPT_ERR_ARGUMENT},
-        {"flags", [](Desc &d) { d.flags = 8; }, DSOPT_ERR_ARGUMENT},
+        {"flags", [](Desc &d) { d.flags = 16; }, DSOPT_ERR_ARGUMENT},
         {"reserved", [](Desc &d) { d.reserved = 1; }, DSOPT_ERR_ARGUMENT},
         {"local with native", [](Desc &d) { d = local_desc(id, 0, 1), d.native = &fake; }, DSOPT_ERR_UNSUPPORTED},
         {"hccl native with ranks", [](Desc &d) { d.kind = DSOPT_COMM_KIND_HCCL, d.ranks = 2, d.native = &fake; },

@@ -44,6 +44,18 @@ const std::vector<Case> kCases = {
     {"NoMaster", mixed({.groups = {group_of(DSOPT_ALGORITHM_ADAM)}, .desc = clipping()},
                        DSOPT_OPTIMIZER_NO_MASTER | DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING)},
 };
+/// One matrix, three of them, a row; then tensors of AdamW.
+ShardTraining matrices() {
+    dsopt_group muon;
+    must(dsopt_group_init(&muon, sizeof muon, DSOPT_ALGORITHM_MUON));
+    muon.lr = 0.02;
+    return {.groups = {muon, group_of(DSOPT_ALGORITHM_ADAMW)},
+            .desc = clipping(),
+            .absent = 2,
+            .sizes = {24 * 40, 3 * 16 * 20, 33, 64 * 64, 700, 5000, 4097, 33},
+            .blocks = {{{24, 40}}, {{16, 20}}, {{1, 33}}, {{64, 64}}}};
+}
+
 const std::vector<Case> kEarly = {
     {"EarlyAdamW", {.groups = {group_of(DSOPT_ALGORITHM_ADAMW)}, .absent = 2}},
     {"EarlyMixed", mixed({.groups = {group_of(DSOPT_ALGORITHM_ADAMW), group_of(DSOPT_ALGORITHM_SGD)}, .absent = 7})},
@@ -58,6 +70,7 @@ std::vector<Case> early_cases() {
 }
 std::vector<Case> all_cases() {
     std::vector<Case> cases = kCases;
+    cases.push_back({"Muon", matrices()});
     for (const Case &each : early_cases()) cases.push_back(each);
     return cases;
 }

@@ -4,6 +4,7 @@
 #include "support/parts.h"
 #include "support/shard.h"
 #include "support/thread_table.h"
+#include "support/two_level.h"
 #include <chrono>
 #include <mutex>
 #include <set>
@@ -216,9 +217,7 @@ TEST(Ranks, LearnOfAStepThatIsRefused) {
             const std::vector<Array> gradients = gradients_of(training, 1, rank);
             const std::string before = trainer.text();
             if (rank == 0) {
-                if (from < 11) {
-                    ASSERT_OK(ready(trainer, gradients, from, 11));
-                }
+                if (from < 11) { ASSERT_OK(ready(trainer, gradients, from, 11)); }
                 DSOPT_NEW(dsopt_step, step);
                 step.count = 5;
                 step.flags = DSOPT_STEP_READY;
@@ -245,9 +244,7 @@ TEST(Reset, ForgetsWhatRanksHaveExchanged) {
                 // Each rank is at another bucket; one has nothing ready.
                 const std::vector<Array> failed = gradients_of(training, 50 + step, rank);
                 const int64_t from[] = {11, 7, 0};
-                if (rank != 0) {
-                    ASSERT_OK(ready(trainer, failed, from[rank], 11));
-                }
+                if (rank != 0) { ASSERT_OK(ready(trainer, failed, from[rank], 11)); }
                 ASSERT_OK(forget(trainer));
                 ASSERT_OK(step_in_parts(trainer, gradients_of(training, step, rank), kAllParts[size_t(rank)], 1));
                 ASSERT_OK(whole.step(mean_gradients(training, step, {1, 3})));
@@ -255,6 +252,73 @@ TEST(Reset, ForgetsWhatRanksHaveExchanged) {
                 if (testing::Test::HasFatalFailure()) return;
             }
         });
+}
+
+TEST(Reset, UpdatesNothing) {
+    with_ranks(2, [&](int rank, const Context &context, const Comm &data) {
+        const ShardTraining training = training_of(0);
+        dsopt_optimizer_desc desc = averaging(training, data, DSOPT_OPTIMIZER_EARLY_UPDATE | DSOPT_OPTIMIZER_SHARD);
+        Scaler none;
+        Trainer trainer = training.trainer(context, desc, none);
+        ASSERT_OK(trainer.step(gradients_of(training, 1, rank)));
+        const std::string before = trainer.text();
+        ASSERT_OK(forget(trainer)); // of a step in which nothing was ready
+        EXPECT_EQ(trainer.text(), before);
+    });
+}
+
+// Ranks have sent different numbers of buckets, of accumulators.
+TEST(Reset, ForgetsAccumulatedGradients) {
+    with_ranks(2, [&](int rank, const Context &context, const Comm &data) {
+        ShardTraining training = training_of();
+        training.grad = DSOPT_DTYPE_BF16;
+        Scaler none;
+        dsopt_optimizer_desc desc = averaging(training, data, DSOPT_OPTIMIZER_ACCUMULATE | DSOPT_OPTIMIZER_SHARD);
+        Trainer trainer = training.trainer(context, desc, none);
+        const auto make_step = [&](int64_t from) {
+            const std::vector<Array> gradients = gradients_of(training, 1, rank);
+            const std::vector<dsopt_tensor> list = list_of(gradients);
+            DSOPT_NEW(dsopt_ready, ready);
+            ready.first = from;
+            ready.count = 11 - from;
+            ready.grads = list.data() + from;
+            ready.flags = DSOPT_READY_ACCUMULATED;
+            return dsopt_optimizer_ready(trainer.opt(), &ready);
+        };
+        const auto end = [&] {
+            DSOPT_NEW(dsopt_step, step);
+            step.count = 11;
+            step.flags = DSOPT_STEP_READY | DSOPT_STEP_ACCUMULATED;
+            return dsopt_optimizer_step(trainer.opt(), &step);
+        };
+        for (int round = 0; round < 2; ++round) {
+            ASSERT_OK(make_step(0));
+            ASSERT_OK(end());
+            ASSERT_OK(make_step(rank == 0 ? 10 : 6));
+            ASSERT_OK(forget(trainer));
+            ASSERT_OK(dsopt_optimizer_reset(trainer.opt(), DSOPT_RESET_GRADS, nullptr));
+        }
+        EXPECT_EQ(info_of(data).status, DSOPT_OK);
+    });
+}
+
+TEST(Comms, AreFreeAfterABusyCall) {
+    with_nodes(2, 2, [&](const NodeRank &rank) {
+        const ShardTraining training = training_of();
+        Scaler none;
+        dsopt_optimizer_desc desc = averaging(training, rank.data), other_desc = desc;
+        desc.data = nullptr;
+        desc.node = other_desc.node = rank.node.get();
+        Trainer trainer = training.trainer(rank.ctx, desc, none), other = training.trainer(rank.ctx, other_desc, none);
+        const std::vector<Array> gradients = gradients_of(training, 1, rank.l);
+        ASSERT_OK(ready(trainer, gradients, 6, 11));
+        EXPECT_TRUE(refused(ready(other, gradients, 6, 11), DSOPT_ERR_BUSY, "in use"));
+        const Array value(DSOPT_DTYPE_F32, 3, 0);
+        dsopt_tensor list[] = {value.tensor()};
+        EXPECT_OK(dsopt_comm_all_reduce(rank.data.get(), list, 1, DSOPT_OP_SUM, nullptr));
+        ASSERT_OK(end_step(trainer, gradients, 6));
+        ASSERT_OK(other.step(gradients));
+    });
 }
 
 /// A rank stops in a step: it aborts, or destroys its optimizer. The others get a status in bounded time.

@@ -262,6 +262,59 @@ TEST(EarlyUpdate, FreesGradientsFromTheLastOneOn) {
     EXPECT_EQ(f.free_from, 11);
 }
 
+// Nothing of a step is left for the next one, whatever kind it was.
+TEST(StepReady, KeepsGradientsIfItIsRefusedAfterAnUndividedStep) {
+    Fixture f;
+    Trainer whole = f.training.trainer(f.context, f.training.desc, f.none);
+    ASSERT_OK(f.ready());
+    ASSERT_OK(f.step());
+    ASSERT_OK(f.trainer.step(f.gradients));
+    ASSERT_OK(f.ready());
+    EXPECT_TRUE(refused(f.step([](auto &s) { s.count = 5; }), DSOPT_ERR_SHAPE, "count is 5"));
+    ASSERT_OK(f.step());
+    for (size_t t = 0; t < f.gradients.size(); ++t)
+        if (t < 2 || t > 4) f.list[t].data = nullptr;
+    const auto partial = [&] {
+        DSOPT_NEW(dsopt_step, step);
+        step.grads = f.list.data();
+        step.count = int64_t(f.list.size());
+        return whole.step(step);
+    };
+    ASSERT_OK(partial());
+    ASSERT_OK(whole.step(f.gradients));
+    ASSERT_OK(partial());
+    expect_same_training(f.trainer, whole);
+}
+
+TEST(Ready, OfNoParameterBeginsNoStep) {
+    for (const uint32_t flags : {0u, uint32_t(DSOPT_OPTIMIZER_EARLY_UPDATE)}) {
+        Fixture f(optimizer_desc(flags == 0 ? 0.5 : 0, flags));
+        Trainer whole = f.training.trainer(f.context, f.training.desc, f.none);
+        const auto nothing = [&] { return f.ready([](auto &r) { r.first = 11, r.count = 0; }); };
+        ASSERT_OK(nothing());
+        EXPECT_EQ(f.free_from, 11);
+        ASSERT_OK(f.trainer.step(f.gradients));
+        ASSERT_OK(whole.step(f.gradients));
+        ASSERT_OK(nothing());
+        ASSERT_OK(f.ready());
+        ASSERT_OK(nothing());
+        for (const size_t t : {2, 3, 4}) f.list[t].data = nullptr;
+        ASSERT_OK(f.step([&](auto &s) { s.grads = f.list.data(); }));
+        ASSERT_OK(whole.step(f.gradients));
+        expect_same_training(f.trainer, whole);
+    }
+}
+
+TEST(EarlyUpdate, LeavesGradientsAfterAStepThatZeroedThem) {
+    Fixture f(optimizer_desc(0, DSOPT_OPTIMIZER_EARLY_UPDATE));
+    ASSERT_OK(f.trainer.step(f.gradients, [](dsopt_step &s) { s.flags = DSOPT_STEP_ZERO_GRADS; }));
+    for (Array &gradient : f.gradients) gradient.fill(3);
+    const std::string before = f.gradients[4].text();
+    ASSERT_OK(f.ready());
+    EXPECT_EQ(f.gradients[4].text(), before);
+    ASSERT_OK(f.step());
+}
+
 TEST(StepReady, FindsNonFiniteElementsOfGradientsThatWereReady) {
     Fixture f;
     f.gradients[3] = Array(DSOPT_DTYPE_F32, f.gradients[3].size(), 0);
