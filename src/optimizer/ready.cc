@@ -291,7 +291,7 @@ void Optimizer::run_part(const dsopt_ready &ready) {
     Planned &planned = *all.planned;
     planned.plan.execution.stream = ready.stream;
     planned.plan.execution.reuse = Reuse::all_but_addresses; // CUDA compares tables
-    const auto nothing = [] {}; // is compared
+    const auto nothing = [] {};                              // is compared
     drive_part(planned.run(*this, nothing, 0), *phase, !all.begun,
                [&](FunctionRef<void(const TensorInterval &)> run) { for_intervals(ready, run); });
     all.begun = true;

@@ -10,10 +10,10 @@ namespace shard_provider_sums_tests {
 
 using BackwardTable = ThreadTable;
 
+constexpr uint32_t kSums = DSOPT_COMM_FLAG_PROVIDER_SUMS;
+
 /// Returns the comm of a rank, whose means the table adds up.
-Comm summing_comm(ThreadTable &table, const Context &context, int rank) {
-    return table.comm(context, rank, DSOPT_COMM_FLAG_PROVIDER_SUMS);
-}
+Comm summing_comm(ThreadTable &table, const Context &context, int rank) { return table.comm(context, rank, kSums); }
 
 const ShardTraining kSgd{.groups = {group_of(DSOPT_ALGORITHM_SGD, 1, 0)}, .steps = 1};
 
@@ -117,8 +117,8 @@ TEST(ProviderSums, AreOfEitherLevel) {
             run_ranks(topology.ranks(), [&](int rank) {
                 const int l = rank % topology.per_node, d = rank / topology.per_node;
                 const Context context = make_context(1);
-                const Comm node = in_node[size_t(d)]->comm(context, l, (sums & 1) != 0),
-                           data = between[size_t(l)]->comm(context, d, (sums & 2) != 0);
+                const Comm node = in_node[size_t(d)]->comm(context, l, (sums & 1) != 0 ? kSums : 0),
+                           data = between[size_t(l)]->comm(context, d, (sums & 2) != 0 ? kSums : 0);
                 Scaler scaler;
                 dsopt_optimizer_desc desc = optimizer_desc(0, DSOPT_OPTIMIZER_AVERAGES | topology.flag);
                 desc.node = node.get();
