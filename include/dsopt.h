@@ -1391,8 +1391,8 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_ready(dsopt_optimizer *opt, d
  * Wait, on CUDA make `stream` wait, for the work that earlier ready and step calls have begun on parameters [first,
  * first + count): their gradients are then read, unless they are kept, and weights that EARLY_UPDATE writes are in
  * place. A bucket that is not complete is not waited for.
- * @return DSOPT_OK; DSOPT_ERR_ARGUMENT: the range; _BACKEND; the status of an exchange that failed. Thread-safety: one
- * thread per optimizer. Since: 0.3
+ * @return DSOPT_OK; DSOPT_ERR_ARGUMENT: the range; _STATE: no groups; _BACKEND; the status of an exchange that failed.
+ * Thread-safety: one thread per optimizer. Since: 0.3
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_wait(dsopt_optimizer *opt, int64_t first, int64_t count,
                                                         void *stream);
