@@ -135,6 +135,14 @@ TEST_P(PartsOfOneRank, MayAlternateWithUndividedSteps) {
     }
 }
 
+/// Makes an optimizer that of a rank.
+void join(dsopt_optimizer_desc &desc, const Topology &topology, const NodeRank &rank, uint32_t flags) {
+    desc.flags |= int32_t(topology.flag | flags);
+    desc.bucket = topology.bucket;
+    desc.data = rank.data.get();
+    if (topology.per_node > 1) desc.node = rank.node.get();
+}
+
 class PartsOfRanks : public testing::TestWithParam<Case> {};
 INSTANTIATE_TEST_SUITE_P(, PartsOfRanks, testing::ValuesIn(all_cases()), name_of_case);
 
@@ -155,10 +163,7 @@ TEST_P(PartsOfRanks, GiveTheBitsOfTheUndividedStepOfOneRank) {
             dsopt_optimizer_desc desc = training.desc;
             Scaler scaler, one_scaler;
             Trainer whole = training.trainer(rank.ctx, desc, one_scaler);
-            desc.flags |= int32_t(topology.flag) | DSOPT_OPTIMIZER_CHECK_RANKS;
-            desc.bucket = topology.bucket;
-            desc.data = rank.data.get();
-            if (topology.per_node > 1) desc.node = rank.node.get();
+            join(desc, topology, rank, DSOPT_OPTIMIZER_CHECK_RANKS);
             Trainer divided = training.trainer(rank.ctx, desc, scaler);
             for (int64_t step = 1; step <= training.steps; ++step) {
                 const size_t number = size_t(rank.d * 2 + rank.l + step);
@@ -200,11 +205,8 @@ TEST_P(AveragedParts, GiveTheBitsOfTheMean) {
             dsopt_optimizer_desc desc = training.desc;
             Scaler scaler, one_scaler;
             Trainer whole = training.trainer(rank.ctx, desc, one_scaler);
-            desc.flags |= int32_t(topology.flag | check | DSOPT_OPTIMIZER_AVERAGES);
-            desc.bucket = topology.bucket;
+            join(desc, topology, rank, check | DSOPT_OPTIMIZER_AVERAGES);
             desc.buckets_in_flight = topology.bucket != 0 ? 1 + rank.l : 0;
-            desc.data = rank.data.get();
-            if (topology.per_node > 1) desc.node = rank.node.get();
             Trainer divided = training.trainer(rank.ctx, desc, scaler);
             for (int64_t step = 1; step <= training.steps; ++step) {
                 ASSERT_OK(whole.step(mean_gradients(training, step, topology)));
